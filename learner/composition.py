@@ -15,15 +15,15 @@ from asyncrl.core.runtime.allocation import keep_freed_memory
 from asyncrl.core.service import ServiceContext
 from learner.algorithms.objective import Objective, describe, make_objective
 from learner.backend import LearnerBackend, Models, Placement, ValueBackend
+from learner.batch_fetcher import BatchFetcher
 from learner.checkpoint import CheckpointStore
-from learner.intake import Intake
 from learner.leader import Leader
 from learner.ranks import Ranks
+from learner.record.batch_store import FOLDER, BatchStore
 from learner.record.recorder import Recorder
 from learner.record.settings import settings_of
-from learner.record.shelf import FOLDER, Shelf
 from learner.service import LearnerService
-from weight_sync.handoff import Handoff
+from weight_sync.publisher_client import PublisherClient
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
         context.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best
     )
     connect = partial(
-        Handoff,
+        PublisherClient,
         context.runtime,
         context.addresses["publisher.0"],
         context.shm_prefix,
@@ -75,7 +75,7 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
         ranks,
         models,
         objective,
-        Intake(client, prefetches=context.world_size == 1),
+        BatchFetcher(client, prefetches=context.world_size == 1),
         store,
         context.run_dir / "weights",
         leader,
@@ -92,9 +92,9 @@ def open_recorder(config: Config, run_dir: Path, ranks: Ranks, policy: LearnerBa
     mine = [-ranks.rank if share == policy.dp_rank else -ranks.world_size for share in range(policy.dp_size)]
     if -ranks.largest(mine)[policy.dp_rank] != ranks.rank:
         return None
-    shelf, stall_s = Shelf(run_dir / FOLDER), config.checkpoint.max_stall_s
+    batch_store, stall_s = BatchStore(run_dir / FOLDER), config.checkpoint.max_stall_s
     shares = (policy.dp_rank, policy.dp_size)
-    return Recorder(shelf, config.run.seed, stall_s, *shares, settings=settings_of(config))
+    return Recorder(batch_store, config.run.seed, stall_s, *shares, settings=settings_of(config))
 
 
 def open_models(config: Config, objective: Objective, placement: Placement) -> Models:

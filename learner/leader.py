@@ -29,7 +29,7 @@ from learner.checkpoint.writer import WRITE_DEADLINE_S, CheckpointKeeper
 from learner.guard.watch import Watch
 from learner.orders import Checkpoint, Finish, Order, Publish, Restore, Train, Wait
 from learner.report.waits import BATCH, BUFFER, CHECKPOINT, PAUSED, PUBLISHER, Waits
-from weight_sync.handoff import Handoff
+from weight_sync.publisher_client import PublisherClient
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Leader:
         self,
         config: Config,
         client: LearnerClient,
-        connect: Callable[[int], Handoff],
+        connect: Callable[[int], PublisherClient],
         store: CheckpointStore,
         world_size: int = 1,
         runtime: Runtime | None = None,
@@ -61,7 +61,7 @@ class Leader:
         self._config = config
         self._client = client
         self._connect = connect
-        self._handoff: Handoff | None = None
+        self._publisher_client: PublisherClient | None = None
         self._store = store
         self.torn: list[str] = []
         self.keeper = CheckpointKeeper(
@@ -115,10 +115,10 @@ class Leader:
         self._called.set()
 
     @property
-    def handoff(self) -> Handoff:
+    def publisher_client(self) -> PublisherClient:
         """The way to the publisher; there is one once `Restore` was given."""
-        assert self._handoff is not None, "the leader has not opened yet"
-        return self._handoff
+        assert self._publisher_client is not None, "the leader has not opened yet"
+        return self._publisher_client
 
     def orders(self, stop: Event) -> Iterator[Order]:
         """Yield orders until the steps are done or `stop` is set; then checkpoint and finish.
@@ -169,7 +169,7 @@ class Leader:
     def _restore(self) -> Iterator[Order]:
         opened = self._client.open("learner")
         self._token = opened.token
-        self._handoff = self._connect(opened.token)
+        self._publisher_client = self._connect(opened.token)
         self._commits = [Commit(found.token, found.step, found.digest) for found in opened.checkpoints]
         refused: list[str] = []
         commit = self._store.newest_valid(self._commits, refused.append)
@@ -230,14 +230,14 @@ class Leader:
         if not self._publishing.is_due(self.step):
             return
         with self.waits.on(PUBLISHER):
-            has_room = self.handoff.has_room()
+            has_room = self.publisher_client.has_room()
         if not has_room:
             return
         fault_point("learner.publishing", self.step)
         with self.waits.on(BUFFER):
             self._number = self._client.register_version(self.step)
-        yield Publish(self._number, self.step, self.handoff.shared_path, self.seen_ids)
-        taken = self.handoff.published
+        yield Publish(self._number, self.step, self.publisher_client.shared_path, self.seen_ids)
+        taken = self.publisher_client.published
         if taken is None or taken.number != self._number:
             return  # the publisher has died meanwhile; the next try gets another number
         is_evaluation_due = self._publishing.take(self.step)
@@ -255,7 +255,7 @@ class Leader:
         end = self._runtime.now() + LAST_PUBLISH_S
         yield from self._publish()
         while self._publishing.is_due(self.step) and self._runtime.now() < end:
-            self.handoff.await_room()
+            self.publisher_client.await_room()
             yield from self._publish()
         if self._publishing.is_due(self.step):
             log.warning("the weights of step %d found no free buffer in %g s", self.step, LAST_PUBLISH_S)
@@ -289,7 +289,7 @@ class Leader:
     def _publish_again_if_lost(self) -> None:
         """Nothing to train may mean that replicas wait for weights that nobody has any more."""
         with self.waits.on(PUBLISHER):
-            if not self.handoff.has_lost():
+            if not self.publisher_client.has_lost():
                 return
         log.warning("the publisher has lost the weights of step %d: they are published again", self.step)
         self._publishing.lose()
@@ -305,7 +305,7 @@ class Leader:
         have = self._taken if learner.stream else None
         try:  # a part is shared by all data-parallel ranks
             found = self._client.reserve(
-                self.step, rules.RESERVE_WAIT_S, have, at_least=learner.dp, until=self.handoff.room
+                self.step, rules.RESERVE_WAIT_S, have, at_least=learner.dp, until=self.publisher_client.room
             )
         except DeadlineExceeded as error:
             now = self._runtime.now()

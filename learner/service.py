@@ -34,11 +34,11 @@ from asyncrl.core.states import ServiceState
 from learner.algorithms.diagnostics.summary import throughput_metrics
 from learner.algorithms.objective import Objective
 from learner.backend import Models
+from learner.batch_fetcher import BatchFetcher
 from learner.batching.probe import ProbeRows, measure_probe
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
 from learner.checkpoint.writer import BackgroundWriter
-from learner.intake import Intake
 from learner.leader import Leader
 from learner.orders import Adjust, Checkpoint, Finish, Order, Publish, Restore, Train, Wait
 from learner.ranks import Ranks
@@ -51,8 +51,8 @@ from learner.report import (
     make_efficiency,
 )
 from learner.trainer import CRITIC, Trained, Trainer
-from weight_sync.handoff import publish_together
-from weight_sync.memory.together import TogetherWriter
+from weight_sync.memory.sharded_publish import TogetherWriter
+from weight_sync.publisher_client import publish_sharded
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class LearnerService:
         ranks: Ranks,
         models: Models,
         objective: Objective,
-        intake: Intake,
+        fetcher: BatchFetcher,
         store: CheckpointStore,
         weights_dir: Path,
         leader: Leader | None = None,
@@ -90,7 +90,7 @@ class LearnerService:
             leader.keeper.has_marked = self._writer.has_marked
         self._watch = Stopwatch(self._runtime)
         self._recorder = recorder
-        source = intake if recorder is None else Recording(intake, recorder)
+        source = fetcher if recorder is None else Recording(fetcher, recorder)
         self._trainer = Trainer(config, ranks, models, objective, source, self._watch)
         self._window = ProfilerWindow(
             config.metrics.profile_steps, weights_dir.parent / "profile", ranks.rank
@@ -250,7 +250,7 @@ class LearnerService:
             **throughput_metrics(order.num_tokens, total_s, self._ranks.world_size),
             "perf/learner_tokens_per_s": num_tokens / total_s,
             "weights/publish_s": stages.get("timing_s/update_weights", 0.0),
-            **self._leader.handoff.take_times().metrics(),
+            **self._leader.publisher_client.take_times().metrics(),
         }
         row |= self._leader.keeper.take_metrics()
         if self._recorder is not None:
@@ -271,11 +271,17 @@ class LearnerService:
                 batch = self._probe_rows.build(order.seen_ids)
                 probe = measure_probe(self._policy, batch, self._config.rollout.temperature, every)
         with self._watch.time("update_weights"):
-            handoff = self._leader.handoff if self._leader is not None else None
+            publisher_client = self._leader.publisher_client if self._leader is not None else None
             version = PolicyVersion(order.number, order.step)
-            publish_together(handoff, self._together, order.path, version, self._policy, probe)
-        if self._recorder is not None and handoff is not None and handoff.published == version:
-            self._recorder.note_weights(order.step, handoff.digest, self._config.weight_sync.bucket_bytes)
+            publish_sharded(publisher_client, self._together, order.path, version, self._policy, probe)
+        if (
+            self._recorder is not None
+            and publisher_client is not None
+            and publisher_client.published == version
+        ):
+            self._recorder.note_weights(
+                order.step, publisher_client.digest, self._config.weight_sync.bucket_bytes
+            )
 
     def _finish(self, order: Finish) -> None:
         self._state = ServiceState.FINISHING

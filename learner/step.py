@@ -18,11 +18,11 @@ from asyncrl.core.experience import Group
 from learner.algorithms.objective import Objective
 from learner.algorithms.rows import Sum
 from learner.backend import LearnerBackend, Models
+from learner.batch_fetcher import Source
 from learner.batching.balance import measure_balance
 from learner.batching.batch import PackedBatch, assign_shards, build_batch, plan_minibatches
 from learner.batching.parts import make_empty
 from learner.batching.probe import choose_seen
-from learner.intake import Source
 from learner.orders import Train
 from learner.report import (
     Stopwatch,
@@ -76,7 +76,7 @@ class Share:
 
 def train_step(
     order: Train,
-    intake: Source,
+    fetcher: Source,
     models: Models,
     objective: Objective,
     num_minibatches: int,
@@ -92,7 +92,7 @@ def train_step(
         keeps_cache: Whether tokens may have been sampled over a cache of an older version.
     """
     plan = plan_minibatches(order.tickets, num_minibatches)
-    share = take_share(order, plan, intake, models, objective, watch)
+    share = take_share(order, plan, fetcher, models, objective, watch)
     asked = ask_models(share.batch, models, objective, watch)
     with watch.time("adv"):
         batch, prepared = objective.prepare(*asked, sum_over_shares(models.policy))
@@ -106,7 +106,7 @@ def train_step(
 def take_share(
     order: Train,
     plan: Sequence[Sequence[int]],
-    intake: Source,
+    fetcher: Source,
     models: Models,
     objective: Objective,
     watch: Stopwatch,
@@ -115,7 +115,7 @@ def take_share(
     num_tokens_of = dict(zip(order.tickets, order.num_tokens, strict=True))
     shards = assign_shards(num_tokens_of, plan, models.policy.dp_size)
     with watch.time("fetch"):
-        groups = intake.fetch(order.token, shards[models.policy.dp_rank])
+        groups = fetcher.fetch(order.token, shards[models.policy.dp_rank])
         whole = build_batch(groups, order.step, dict(order.versions)) if groups else make_empty(order.step)
     batch = whole.mask_over_age(objective.max_lag)
     counts = zip(batch.tickets_G, batch.trainable_tokens_G(), strict=True)

@@ -22,11 +22,11 @@ import torch
 from asyncrl.core.metrics import extreme_of
 from learner.algorithms.aggregation import find_divisor
 from learner.algorithms.objective import Objective
-from learner.algorithms.wording import ONE_AGGREGATION
+from learner.algorithms.validation import ONE_AGGREGATION
 from learner.backend import Models
+from learner.batch_fetcher import Source
 from learner.batching.batch import PackedBatch, Totals, count_totals
 from learner.batching.parts import join_batches
-from learner.intake import Source
 from learner.orders import Train, join_parts
 from learner.report import Stopwatch, check_update, describe_engine_gap
 from learner.step import Share, StepResult, ask_models, make_result, sum_over_shares, take_share
@@ -51,7 +51,7 @@ class StreamedStep:
 
     def __init__(
         self,
-        intake: Source,
+        fetcher: Source,
         models: Models,
         objective: Objective,
         watch: Stopwatch,
@@ -59,7 +59,7 @@ class StreamedStep:
         *,
         keeps_cache: bool = False,
     ) -> None:
-        self._intake, self._models, self._objective = intake, models, objective
+        self._fetcher, self._models, self._objective = fetcher, models, objective
         self._watch, self._max_prompt_tokens = watch, max_prompt_tokens
         self._keeps_cache = keeps_cache
         self._parts: list[Part] = []
@@ -69,7 +69,7 @@ class StreamedStep:
     def add(self, order: Train) -> None:
         """Fetch one part and add its gradient, undivided."""
         before_s = sum(self._watch.seconds.values())
-        share = take_share(order, [order.tickets], self._intake, self._models, self._objective, self._watch)
+        share = take_share(order, [order.tickets], self._fetcher, self._models, self._objective, self._watch)
         asked = ask_models(share.batch, self._models, self._objective, self._watch)
         with self._watch.time("adv"):
             batch, _ = self._objective.prepare(*asked)

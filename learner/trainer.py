@@ -2,7 +2,7 @@
 
 The service does this on the orders of a live run, a replay on those that a run recorded; both go through
 here, so that a replay computes what the run computed. Every method is collective. Must never talk to
-another service but through the intake.
+another service but through the fetcher.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.runtime.faults import fault_point
 from learner.algorithms.objective import Objective
 from learner.backend import Models
+from learner.batch_fetcher import FittingGroups, Source
+from learner.guard.hooks import KlFallback
 from learner.guard.models import GuardedModels
-from learner.guard.seams import KlFallback
-from learner.intake import FittingGroups, Source
 from learner.orders import Adjust, Train, split_parts
 from learner.ranks import Ranks
 from learner.report import Stopwatch, measure_memory, reduce_over_ranks
@@ -64,7 +64,7 @@ class Trainer:
         ranks: Ranks,
         models: Models,
         objective: Objective,
-        intake: Source,
+        fetcher: Source,
         watch: Stopwatch,
     ) -> None:
         self._config = config
@@ -72,7 +72,7 @@ class Trainer:
         self._policy, self._critic = models.policy, models.critic
         self._guarded = GuardedModels(models)
         self._objective = objective
-        self._intake = FittingGroups(intake, config.learner.max_tokens_per_microbatch)
+        self._fetcher = FittingGroups(fetcher, config.learner.max_tokens_per_microbatch)
         self._watch = watch
         self._streamed: StreamedStep | None = None
         self.adjustment = Adjust(lr_scale=1.0, is_kl_off=False)
@@ -111,7 +111,7 @@ class Trainer:
         if order.is_first:
             self._guarded.begin_step(order.limits)
             self._streamed = StreamedStep(
-                self._intake,
+                self._fetcher,
                 self._guarded.models,
                 self._objective,
                 self._watch,
@@ -134,7 +134,7 @@ class Trainer:
         num_rows = len(order.tickets) * self._config.rollout.group_size
         self._objective.update_controllers(metrics, num_rows)
         stale = self._ranks.gather(result.stale_tickets)
-        oversized = self._ranks.gather(self._intake.take_left_out())
+        oversized = self._ranks.gather(self._fetcher.take_left_out())
         refused = self._ranks.gather(self._guarded.refused_tickets)
         num_trained, num_masked, num_out_of_memory = self._ranks.add(
             [result.num_trained, result.num_masked, self._guarded.num_out_of_memory]
@@ -155,7 +155,7 @@ class Trainer:
         self._guarded.begin_step(order.limits)
         result = train_step(
             order,
-            self._intake,
+            self._fetcher,
             self._guarded.models,
             self._objective,
             self._config.learner.minibatches,

@@ -95,7 +95,7 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
             weights=ReceiverLink(
                 context.runtime, context.addresses[f"receiver.{context.index}"], context.client_keys, born
             ),
-            runner=gateway.desk if gateway else GroupRunner(environment, prompts, _group_settings(config)),
+            runner=gateway.manager if gateway else GroupRunner(environment, prompts, _group_settings(config)),
             evaluator=build_evaluator(config, engine, tokenizer, held_out, reward, episodes),
             prompts=prompts,
             overlong=overlong,

@@ -13,7 +13,7 @@ from rollout_service.data.prompts import PromptSet
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.evaluation.evaluator import Evaluator
 from rollout_service.gateway.gateway import Gateway
-from rollout_service.gateway.sessions import Desk
+from rollout_service.gateway.sessions import SessionManager
 from rollout_service.rewards.shaping import Overlong
 from rollout_service.rewards.total import TotalReward
 from rollout_service.sampling.groups import GroupRunner
@@ -62,7 +62,7 @@ class ReplicaParts:
     engine: MeteredEngine
     buffer: ReplicaClient
     weights: WeightLink
-    runner: GroupRunner | Desk
+    runner: GroupRunner | SessionManager
     evaluator: Evaluator | None
     prompts: PromptSet
     overlong: Overlong | None = None

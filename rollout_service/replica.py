@@ -240,7 +240,7 @@ class Replica:
         num_free = rules.count_free_groups(max_groups, 1, len(self._groups))
         if isinstance(runner, GroupRunner):
             num_free = runner.num_free(max_groups, len(self._groups))
-        return num_free if parts.gateway is None else min(num_free, parts.gateway.desk.num_groups_wanted)
+        return num_free if parts.gateway is None else min(num_free, parts.gateway.manager.num_groups_wanted)
 
     def _begin_group(self, parts: ReplicaParts, grant: LeaseGrant) -> None:
         key = grant.key

@@ -16,12 +16,12 @@ from weight_sync.backends import nccl
 from weight_sync.backends.choice import GLOO, NCCL
 from weight_sync.backends.contract import Transport
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
-from weight_sync.backends.meeting import open_store, own_address
+from weight_sync.backends.rendezvous import open_store, own_address
 from weight_sync.backends.tags import TaggedTransport
 from weight_sync.bounds import bounds_of
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.segments import SHM_DIR
-from weight_sync.memory.shelf import Shelf
+from weight_sync.memory.staging_area import StagingArea
 from weight_sync.protocol.rounds import Timing
 from weight_sync.protocol.slots import NUM_SLOTS
 from weight_sync.publisher import Endpoint, PublisherService
@@ -62,7 +62,9 @@ def build_receiver(
         context.addresses[COORDINATOR],
         context.name,
         _incarnation(runtime),
-        Shelf(f"{context.shm_prefix}{context.name}-", runtime.new_id()[:8], keeps_base=_uses_delta(context)),
+        StagingArea(
+            f"{context.shm_prefix}{context.name}-", runtime.new_id()[:8], keeps_base=_uses_delta(context)
+        ),
         abilities(),
         transports_of(context, None),
         runtime,

@@ -34,16 +34,16 @@ from asyncrl.core.states import ServiceState
 from weight_sync import messages as wire
 from weight_sync.backends.contract import Transport
 from weight_sync.bounds import limits_of
-from weight_sync.carrier import Carrier, TransferOrder
+from weight_sync.coordinator_session import CoordinatorSession, Introduction, Reset
 from weight_sync.encoding.choice import choose_widths
-from weight_sync.encoding.courier import CarryBucket, DeltaSender, carry_whole
-from weight_sync.liaison import Introduction, Liaison, Reset
+from weight_sync.encoding.delta_codec import CarryBucket, DeltaSender, carry_whole
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.memory.pool import SegmentPool, Slot
 from weight_sync.protocol import messages as told
-from weight_sync.protocol.peer import Attendance
+from weight_sync.protocol.peer import RoundTracker
 from weight_sync.protocol.protocol import PUBLISHER
 from weight_sync.protocol.rounds import ABORTED, NEVER, SUPERSEDED, TRANSPORT
+from weight_sync.transfer_executor import TransferExecutor, TransferOrder
 
 log = logging.getLogger(__name__)
 
@@ -111,12 +111,12 @@ class PublisherService:
         client_keys = keys.client if keys else None
         self._pool = pool
         self._endpoint = endpoint
-        self._carrier = Carrier(runtime, make_transport)
-        self._liaison = Liaison(
+        self._transfers = TransferExecutor(runtime, make_transport)
+        self._session = CoordinatorSession(
             runtime, coordinator_address, PUBLISHER, incarnation, self._introduce, self._deliver, client_keys
         )
         self._clock: Clock = runtime
-        self._rounds = Attendance()
+        self._rounds = RoundTracker()
         self._sending: dict[int, TransferOrder] = {}
         self._transfer_starts: dict[int, float] = {}  # of threads that run, also of aborted rounds
         self._longest_transfer_s = 0.0
@@ -136,12 +136,12 @@ class PublisherService:
 
     def run(self, stop: Event) -> None:
         """Serve until `stop`, then unlink the segments."""
-        self._liaison.start()
+        self._session.start()
         try:
             self._server.serve(self, stop, self.end_turn)
         finally:
-            self._liaison.stop()
-            self._carrier.close()
+            self._session.stop()
+            self._transfers.close()
             self._pool.close()
 
     def status(self) -> PublisherStatus:
@@ -153,7 +153,7 @@ class PublisherService:
         raise unknown_command("the publisher", command)
 
     def handle(self, request: Request) -> None:
-        """Answer the learner; see `handoff.py` for the other side."""
+        """Answer the learner; see `publisher_client.py` for the other side."""
         self._ops.handle(request)
 
     def _open(self, request: Request, asked: wire.Open) -> Done:
@@ -186,7 +186,7 @@ class PublisherService:
             segments=tuple(self._pool.describe()),
             transfers=len(self._transfer_starts),
             longest_transfer_s=self._longest_s(),
-            counters=self.counters + self._liaison.counters + self._server.tell_counters(),
+            counters=self.counters + self._session.counters + self._server.tell_counters(),
         )
 
     @property
@@ -201,14 +201,14 @@ class PublisherService:
     def _acquire(self, request: Request, asked: wire.Acquire) -> wire.Acquired:
         self._bounds.check_size(asked.num_bytes)
         path = self._pool.acquire(asked.token, asked.num_bytes)
-        if self._liaison.is_fenced:  # another process has its place: what it took would reach nobody
+        if self._session.is_fenced:  # another process has its place: what it took would reach nobody
             path = None
         self.counters["deferred" if path is None else "acquired"] += 1
         return wire.Acquired(path or "")
 
     @property
     def _has_room(self) -> bool:
-        return not self._liaison.is_fenced and self._pool.next_to_write() is not None
+        return not self._session.is_fenced and self._pool.next_to_write() is not None
 
     def _await_room(self, request: Request, asked: wire.AwaitRoom) -> None:
         self._pool.open(asked.token)
@@ -242,7 +242,7 @@ class PublisherService:
         self._pool.commit(asked.token, asked.path, manifest)
         if manifest != self._current:
             self._current, self._is_full = manifest, False
-            self._liaison.report(told.Published(), [data])
+            self._session.report(told.Published(), [data])
             self.counters["published"] += 1
         return Done()
 
@@ -278,7 +278,7 @@ class PublisherService:
         if slot is None or slot.manifest is None or slot.bytes_B is None:
             self.counters[SUPERSEDED] += 1
             self._rounds.end(order.round)
-            self._liaison.report(told.SendFailed(order.round, SUPERSEDED))
+            self._session.report(told.SendFailed(order.round, SUPERSEDED))
             return
         fault_point("publisher.transfer", order.number)
         self._sending[order.round] = order
@@ -286,7 +286,7 @@ class PublisherService:
         cargo = self._load(order, slot, slot.manifest)
         buckets, after_bucket = cut(slot.bytes_B, slot.manifest), _count_bucket(order.number)
         done, carry_bucket = partial(self._put_end, cargo), cargo.carry_bucket
-        self._carrier.carry(order, buckets, after_bucket, done, carry_bucket)
+        self._transfers.carry(order, buckets, after_bucket, done, carry_bucket)
 
     def _load(self, order: TransferOrder, slot: Slot, manifest: Manifest) -> _Cargo:
         if order.base == UNLOADED:
@@ -303,10 +303,10 @@ class PublisherService:
         is_known, now = self._rounds.stage_of(round_id) is not None, self._clock.now()
         begun_s = now - self._transfer_starts.get(round_id, -math.inf) if is_known else NEVER
         self._rounds.abort(round_id)
-        self._liaison.report(told.SendFailed(round_id, ABORTED, begun_s))
+        self._session.report(told.SendFailed(round_id, ABORTED, begun_s))
         order = self._sending.pop(round_id, None)
         if order is not None:  # the thread ends by itself and releases the slot then
-            self._carrier.abort(order.group.membership)
+            self._transfers.abort(order.group.membership)
 
     def _put_end(self, cargo: _Cargo, order: TransferOrder, cause: str, message: str) -> None:
         self._server.call_soon(partial(self._end, cargo, order, cause, message))
@@ -322,14 +322,14 @@ class PublisherService:
         if cause:
             self.counters["failed_transfers"] += 1
             log.warning("round %d with version %d failed: %s", order.round, order.number, message)
-            self._carrier.abort(order.group.membership)
-            self._liaison.report(told.SendFailed(order.round, TRANSPORT))
+            self._transfers.abort(order.group.membership)
+            self._session.report(told.SendFailed(order.round, TRANSPORT))
         else:
             self._pool.note_sent(cargo.slot)
             self.counters["transfers"] += 1
             self.counters["deltas"] += cargo.num_deltas
             fault_point("publisher.sent", order.number)
-            self._liaison.report(told.Sent(order.round, cargo.num_bytes))
+            self._session.report(told.Sent(order.round, cargo.num_bytes))
 
 
 def cut(bytes_B: torch.Tensor, manifest: Manifest) -> list[torch.Tensor]:

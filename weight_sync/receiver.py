@@ -38,16 +38,16 @@ from asyncrl.core.states import ServiceState
 from weight_sync import messages as wire
 from weight_sync.backends.contract import Transport
 from weight_sync.bounds import limits_of
-from weight_sync.carrier import AfterBucket, Carrier, Check, DigestMismatch, TransferOrder
-from weight_sync.coordination.mail import ReportLog
-from weight_sync.encoding.courier import CarryBucket, DeltaReceiver, carry_whole
-from weight_sync.liaison import Introduction, Liaison, Reset
+from weight_sync.coordination.order_queue import ReportLog
+from weight_sync.coordinator_session import CoordinatorSession, Introduction, Reset
+from weight_sync.encoding.delta_codec import CarryBucket, DeltaReceiver, carry_whole
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
-from weight_sync.memory.shelf import Copy, Shelf
+from weight_sync.memory.staging_area import Copy, StagingArea
 from weight_sync.protocol import messages as told
-from weight_sync.protocol.peer import Attendance, Pin, Stage
+from weight_sync.protocol.peer import Pin, RoundTracker, Stage
 from weight_sync.protocol.rounds import ABORTED
 from weight_sync.publisher import cut
+from weight_sync.transfer_executor import AfterBucket, Check, DigestMismatch, TransferExecutor, TransferOrder
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=wire.OfReplica)
@@ -85,7 +85,7 @@ class ReceiverService:
     Args:
         name: `receiver.<n>`.
         incarnation: Unique per process.
-        shelf: The staging segments; closed with the service.
+        staging: The staging segments; closed with the service.
         lost_s: Without the coordinator for so long, unverified rounds are aborted and a verified one
             is committed alone.
         on_bucket: See `OnBucket`.
@@ -97,7 +97,7 @@ class ReceiverService:
         coordinator_address: str,
         name: str,
         incarnation: str,
-        shelf: Shelf,
+        staging: StagingArea,
         abilities: tuple[str, ...],
         make_transport: Callable[[str], Transport],
         runtime: Runtime,
@@ -110,16 +110,16 @@ class ReceiverService:
         self._server = Server(runtime, bind, keys.server if keys else None, limits_of(bounds), REPLICA_OPS)
         self._bounds = bounds
         client_keys = keys.client if keys else None
-        self._shelf = shelf
+        self._staging = staging
         self._abilities = abilities
         self._clock: Clock = runtime
         self._lost_s = lost_s
         self._on_bucket = on_bucket
-        self._carrier = Carrier(runtime, make_transport)
-        self._liaison = Liaison(
+        self._transfers = TransferExecutor(runtime, make_transport)
+        self._session = CoordinatorSession(
             runtime, coordinator_address, name, incarnation, self._introduce, self._deliver, client_keys
         )
-        self._rounds = Attendance()
+        self._rounds = RoundTracker()
         self._incoming: dict[int, _Incoming] = {}
         self._transfer_starts: dict[int, float] = {}  # of threads that run, also of aborted rounds
         self._longest_transfer_s = 0.0
@@ -136,13 +136,13 @@ class ReceiverService:
 
     def run(self, stop: Event) -> None:
         """Serve until `stop`, then unlink the staging segments."""
-        self._liaison.start()
+        self._session.start()
         try:
             self._server.serve(self, stop, self.end_turn)
         finally:
-            self._liaison.stop()
-            self._carrier.close()
-            self._shelf.close()
+            self._session.stop()
+            self._transfers.close()
+            self._staging.close()
 
     def status(self) -> ReceiverStatus:
         """Return how it is, as of the last turn."""
@@ -177,7 +177,7 @@ class ReceiverService:
                 return wire.Handed(fenced=True, past=True)
             if self._is_late(asked, line):
                 self.counters["late_calls"] += 1
-                return wire.Handed(fenced=self._liaison.is_fenced)
+                return wire.Handed(fenced=self._session.is_fenced)
             return do(request, asked)
 
         self._ops.add(operation, hear)
@@ -189,7 +189,7 @@ class ReceiverService:
 
     def wake_at(self) -> float:
         """Return when the replica's poll is over, or the coordinator may be lost."""
-        return min(self._parked.until if self._parked is not None else math.inf, self._liaison.look_at)
+        return min(self._parked.until if self._parked is not None else math.inf, self._session.look_at)
 
     def end_turn(self) -> None:
         """Renew the status."""
@@ -197,7 +197,7 @@ class ReceiverService:
 
     def tick(self, now: float) -> None:
         """End empty polls; act alone if the coordinator is lost."""
-        if self._liaison.lost_for_s >= self._lost_s:
+        if self._session.lost_for_s >= self._lost_s:
             self._act_alone()
         self._answer_poll()
         if self._parked is not None and self._clock.now() >= self._parked.until:
@@ -220,56 +220,56 @@ class ReceiverService:
         self._note_serving(asked.serving)
         if not self._is_attended:
             self._is_attended = True
-            self._liaison.report(told.Attended())
+            self._session.report(told.Attended())
         self._parked = _Parked(request, self._clock.now() + asked.wait_s)
 
     def _meet(self, life: str) -> None:
         self._note_pin(self._pin.meet(life))
         if life != self._life:
             self._life = life
-            self._shelf.disown()
+            self._staging.quarantine()
 
     def _note_serving(self, serving: int) -> None:
         if serving < self._serving:
             self.counters["replica_restarts"] += 1
             self._serving = serving
-            self._shelf.untake()
+            self._staging.release_copies()
             self._note_pin(self._pin.end())
-            self._liaison.report(told.Restarted(serving))
+            self._session.report(told.Restarted(serving))
         elif serving > self._serving:
             self._serving = serving
-            self._shelf.finish_load(serving, is_ok=True)
-            self._liaison.report(told.LoadEnded(serving, ok=True, error=""))
+            self._staging.finish_load(serving, is_ok=True)
+            self._session.report(told.LoadEnded(serving, ok=True, error=""))
 
     def _take_loaded(self, request: Request, asked: wire.Loaded) -> wire.Handed:
         number, is_ok, error = asked.number, asked.ok, asked.error[: wire.MAX_ERROR_CHARACTERS]
-        self._shelf.finish_load(number, is_ok)
+        self._staging.finish_load(number, is_ok)
         self._serving = number if is_ok else UNLOADED
         self.counters["loads" if is_ok else "failed_loads"] += 1
-        self._liaison.report(told.LoadEnded(number, is_ok, error))
-        return wire.Handed(fenced=self._liaison.is_fenced)
+        self._session.report(told.LoadEnded(number, is_ok, error))
+        return wire.Handed(fenced=self._session.is_fenced)
 
     def _set_pin(self, asked: wire.OfReplica, *, is_held: bool) -> wire.Handed:
         self._note_pin(self._pin.set(asked.life, is_held))
-        return wire.Handed(fenced=self._liaison.is_fenced)
+        return wire.Handed(fenced=self._session.is_fenced)
 
     def _note_pin(self, has_changed: bool) -> None:
         if not has_changed:
             return
         if self._pin.is_held:
-            self._shelf.withdraw()  # as the coordinator does, which commits again after the unpin
-        self._liaison.report(told.Pinned() if self._pin.is_held else told.Unpinned())
+            self._staging.withdraw()  # as the coordinator does, which commits again after the unpin
+        self._session.report(told.Pinned() if self._pin.is_held else told.Unpinned())
 
     def _drain(self) -> wire.Handed:
         if not self._is_draining:
             self._is_draining = True
-            self._liaison.report(told.Draining())
-        return wire.Handed(fenced=self._liaison.is_fenced)
+            self._session.report(told.Draining())
+        return wire.Handed(fenced=self._session.is_fenced)
 
     def _answer_poll(self) -> None:
         if self._parked is None or self._pin.is_held:
             return
-        copy = self._shelf.take(self._serving)
+        copy = self._staging.take(self._serving)
         if copy is not None:
             fault_point("receiver.hand_over", copy.number)
             self._end_poll(copy)
@@ -277,7 +277,7 @@ class ReceiverService:
     def _end_poll(self, copy: Copy | None) -> None:
         assert self._parked is not None
         request, self._parked = self._parked.request, None
-        handed = wire.Handed(copy.path if copy is not None else "", self._liaison.is_fenced)
+        handed = wire.Handed(copy.path if copy is not None else "", self._session.is_fenced)
         send_answer(request, Answer(handed, [copy.manifest.to_bytes()] if copy is not None else []))
 
     # --- the coordinator's orders -----------------------------------------------------------------
@@ -287,11 +287,11 @@ class ReceiverService:
             {
                 "abilities": list(self._abilities),
                 "serving": self._serving,
-                "staged": max(self._shelf.newest_verified, self._shelf.taken_number),
+                "staged": max(self._staging.newest_verified, self._staging.taken_number),
                 "attended": self._is_attended,
                 "pinned": self._pin.is_held,
                 "draining": self._is_draining,
-                "base": self._shelf.base_number,
+                "base": self._staging.base_number,
             }
         )
 
@@ -317,7 +317,7 @@ class ReceiverService:
             case told.Commit():
                 self._commit(order.number)
             case told.Withdraw():
-                self._shelf.withdraw()
+                self._staging.withdraw()
                 self._is_attended = False
             case Reset():
                 self._abort_all()
@@ -327,21 +327,21 @@ class ReceiverService:
     def _accept(self, round_id: int, manifest: bytes) -> None:
         if self._rounds.offer(round_id):
             try:
-                copy = self._shelf.make_room(Manifest.from_bytes(manifest, bounds=self._bounds))
+                copy = self._staging.make_room(Manifest.from_bytes(manifest, bounds=self._bounds))
             except (SyncError, WireError) as error:
                 self._rounds.abort(round_id)
-                self._liaison.report(told.Failed(round_id, f"refused: {error.message}"[: told.MAX_TEXT]))
+                self._session.report(told.Failed(round_id, f"refused: {error.message}"[: told.MAX_TEXT]))
                 raise
             self._incoming[round_id] = _Incoming(round_id, copy)
         if round_id not in self._incoming:
             return  # over already
         fault_point("receiver.offer", self._incoming[round_id].copy.number)
-        self._liaison.report(told.Accepted(round_id))
+        self._session.report(told.Accepted(round_id))
 
     def _commit(self, number: int) -> None:
         fault_point("receiver.commit", number)
         if not self._pin.is_held:
-            self._shelf.commit(number)
+            self._staging.commit(number)
 
     def _receive(self, order: TransferOrder) -> None:
         if not self._rounds.begin(order.round):
@@ -359,12 +359,12 @@ class ReceiverService:
             incoming.num_buckets = index + 1
             return check
 
-        self._carrier.carry(order, buckets, after_bucket, self._put_end, self._carry_bucket(order, copy))
+        self._transfers.carry(order, buckets, after_bucket, self._put_end, self._carry_bucket(order, copy))
 
     def _carry_bucket(self, order: TransferOrder, copy: Copy) -> CarryBucket:
         if order.base == UNLOADED:
             return carry_whole
-        base = self._shelf.find_base(order.base, copy.manifest.layout)
+        base = self._staging.find_base(order.base, copy.manifest.layout)
         if base is None:
             self.counters["missing_bases"] += 1
         return DeltaReceiver(cut(base.bytes_B, base.manifest) if base is not None else None).carry
@@ -390,19 +390,19 @@ class ReceiverService:
         took_s = self._clock.now() - self._transfer_starts.pop(order.round)
         self._longest_transfer_s = max(self._longest_transfer_s, took_s)
         if not self._rounds.end(order.round):  # aborted; only now is nobody writing into its segment
-            self._shelf.end_abandoned(order.round)
+            self._staging.end_abandoned(order.round)
             self._answer_poll()
             return
         incoming = self._incoming.pop(order.round)
         if cause:
             self.counters[f"failed/{cause}"] += 1
             log.warning("round %d with version %d failed: %s", order.round, order.number, message)
-            self._shelf.give_back(incoming.copy)
-            self._liaison.report(told.Failed(order.round, cause, incoming.num_buckets))
+            self._staging.give_back(incoming.copy)
+            self._session.report(told.Failed(order.round, cause, incoming.num_buckets))
         else:
-            self._shelf.put_verified(incoming.copy)
+            self._staging.put_verified(incoming.copy)
             fault_point("receiver.verified", order.number)
-            self._liaison.report(told.Verified(order.round, order.number))
+            self._session.report(told.Verified(order.round, order.number))
         self._answer_poll()
 
     def _abort(self, round_id: int) -> None:
@@ -412,11 +412,11 @@ class ReceiverService:
         incoming = self._incoming.pop(round_id)
         self.counters["aborted"] += 1
         if stage is Stage.OFFERED or incoming.order is None:
-            self._shelf.give_back(incoming.copy)
+            self._staging.give_back(incoming.copy)
         else:
-            self._shelf.abandon(round_id, incoming.copy)
-            self._carrier.abort(incoming.order.group.membership)
-        self._liaison.report(told.Failed(round_id, ABORTED, incoming.num_buckets))
+            self._staging.abandon(round_id, incoming.copy)
+            self._transfers.abort(incoming.order.group.membership)
+        self._session.report(told.Failed(round_id, ABORTED, incoming.num_buckets))
 
     def _abort_all(self) -> None:
         for round_id in self._rounds.open_rounds:
@@ -424,9 +424,11 @@ class ReceiverService:
 
     def _act_alone(self) -> None:
         self._abort_all()
-        if self._shelf.commit_verified():
+        if self._staging.commit_verified():
             self.counters["committed_alone"] += 1
-            log.warning("the coordinator is lost: version %d is committed alone", self._shelf.newest_verified)
+            log.warning(
+                "the coordinator is lost: version %d is committed alone", self._staging.newest_verified
+            )
 
     def _longest_s(self) -> float:
         """Return how long the longest transfer took, those included that run."""
@@ -439,11 +441,11 @@ class ReceiverService:
             state=ServiceState.DRAINING if self._is_draining else state,
             address=self._server.address,
             version=self._serving,
-            staged=self._shelf.newest_verified,
-            committed=self._shelf.committed_number,
+            staged=self._staging.newest_verified,
+            committed=self._staging.committed_number,
             pinned=self._pin.is_held,
-            fenced=self._liaison.is_fenced,
+            fenced=self._session.is_fenced,
             transfers=len(self._transfer_starts),
             longest_transfer_s=self._longest_s(),
-            counters=self.counters + self._liaison.counters + self._server.tell_counters(),
+            counters=self.counters + self._session.counters + self._server.tell_counters(),
         )

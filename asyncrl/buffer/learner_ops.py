@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.buffer import messages as wire
-from asyncrl.buffer.parking import Desk
+from asyncrl.buffer.pending_requests import RequestHandler
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.errors import LedgerError, WireError
 from asyncrl.core.rpc import Request
@@ -17,10 +17,10 @@ from asyncrl.core.wire import Frame
 class LearnerOps:
     """Operations of the learner. All but `open` are refused to an older fencing token."""
 
-    def __init__(self, store: ExperienceStore, desk: Desk) -> None:
+    def __init__(self, store: ExperienceStore, handler: RequestHandler) -> None:
         self._store = store
         self._ledger = store.ledger
-        self._desk = desk
+        self._handler = handler
         self._last_call = (0, 0)
 
     def add_to(self, operations: Operations) -> None:
@@ -64,10 +64,10 @@ class LearnerOps:
         def attempt() -> wire.Reserved | None:
             return self._reserve(asked)
 
-        self._desk.park_until(request, attempt, _not_ready, asked.wait_s, ("learner", ""))
+        self._handler.park_until(request, attempt, _not_ready, asked.wait_s, ("learner", ""))
 
     def _reserve(self, asked: wire.Reserve) -> wire.Reserved | None:
-        now = self._desk.clock.now()
+        now = self._handler.clock.now()
         found = self._ledger.reserve_next(asked.token, asked.step, now, asked.have, asked.at_least)
         if found is None:
             return None

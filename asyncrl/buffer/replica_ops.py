@@ -6,7 +6,7 @@ import math
 
 from asyncrl.buffer import messages as wire
 from asyncrl.buffer.ledger.tickets import Part
-from asyncrl.buffer.parking import Desk, lease_lane
+from asyncrl.buffer.pending_requests import RequestHandler, lease_lane
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.errors import WireError
 from asyncrl.core.rpc import Request
@@ -17,10 +17,10 @@ from asyncrl.core.rpc.operations import Operations
 class ReplicaOps:
     """Operations of replicas. `_last_seen` is when those that evaluate last spoke, the most silent first."""
 
-    def __init__(self, store: ExperienceStore, desk: Desk) -> None:
+    def __init__(self, store: ExperienceStore, handler: RequestHandler) -> None:
         self._store = store
         self._ledger = store.ledger
-        self._desk = desk
+        self._handler = handler
         self._last_seen: dict[str, float] = {}
 
     def add_to(self, operations: Operations) -> None:
@@ -53,13 +53,13 @@ class ReplicaOps:
 
         lane = lease_lane(asked.version, asked.want)
         owner = ("replica", asked.replica)
-        self._desk.park_until(request, attempt, wire.LeaseReply, asked.wait_s, owner, lane)
+        self._handler.park_until(request, attempt, wire.LeaseReply, asked.wait_s, owner, lane)
         return None
 
     def _grant(self, asked: wire.Lease) -> wire.LeaseReply | None:
         # An evaluation is no lease: the learner has ordered it, and a pause lets what was begun end.
-        wanted = 0 if self._desk.is_paused else asked.want
-        now = self._desk.clock.now()
+        wanted = 0 if self._handler.is_paused else asked.want
+        now = self._handler.clock.now()
         found = self._ledger.grant(asked.replica, asked.version, wanted, asked.evaluating, now)
         if found is None:
             return None
@@ -90,7 +90,7 @@ class ReplicaOps:
     def renew(self, request: Request, asked: wire.Renew) -> wire.Renewed:
         self._note(asked.replica)
         return wire.Renewed(
-            tuple(self._ledger.renew(asked.replica, list(asked.tickets), self._desk.clock.now()))
+            tuple(self._ledger.renew(asked.replica, list(asked.tickets), self._handler.clock.now()))
         )
 
     def push(self, request: Request, asked: wire.Push) -> wire.Settled:
@@ -122,7 +122,7 @@ class ReplicaOps:
 
     def retire_absent(self, replica: str) -> None:
         """Take back what a replica holds, or held before it died; grant it nothing that it waits for."""
-        self._desk.end_waits(("replica", replica))
+        self._handler.end_waits(("replica", replica))
         self._ledger.retire(replica)
         self._last_seen.pop(replica, None)
 
@@ -160,7 +160,7 @@ class ReplicaOps:
 
     def _note(self, replica: str) -> None:
         if self._last_seen.pop(replica, None) is not None:
-            self._last_seen[replica] = self._desk.clock.now()
+            self._last_seen[replica] = self._handler.clock.now()
 
 
 def _order_of(part: Part | None) -> wire.EvaluationOrder | None:

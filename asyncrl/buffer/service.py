@@ -28,7 +28,7 @@ from asyncrl.buffer.messages import (
     Lease,
     LeaseReply,
 )
-from asyncrl.buffer.parking import QUIET_OPS, Attempt, Owner, Parked, ParkingLot
+from asyncrl.buffer.pending_requests import QUIET_OPS, Attempt, Owner, PendingRequest, PendingRequests
 from asyncrl.buffer.replica_ops import ReplicaOps
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.errors import AsyncrlError
@@ -68,7 +68,7 @@ SLOW_SHARE = 0.1
 MAX_OUTBOX_BYTES = 64 << 20
 """Payloads that one turn answers with, about: they may be copies, read from the journal."""
 
-Waiting = Parked[Request, Message]
+Waiting = PendingRequest[Request, Message]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Outgoing:
             send_answer(self.request, self.answer)
 
 
-class Desk:
+class RequestHandler:
     """Handles requests, turn by turn. See the module."""
 
     def __init__(self, store: ExperienceStore, clock: Clock) -> None:
@@ -101,7 +101,7 @@ class Desk:
         self._retiring: list[str] = []
         self.counters: Counter[str] = Counter()
         self.wire_counters: Counter[str] = Counter()
-        self._parked: ParkingLot[Request, Message] = ParkingLot()
+        self._parked: PendingRequests[Request, Message] = PendingRequests()
         self._outbox: list[Outgoing] = []
         self._outbox_bytes = 0
         self._has_changed = False
@@ -197,7 +197,9 @@ class Desk:
             self.answer(request, Answer(found))
             return
         deadline, given_up = self.clock.now() + wait_s, self._given_up(request)
-        newcomer = Parked(request, attempt, last, deadline, given_up, owner, owner if lane is None else lane)
+        newcomer = PendingRequest(
+            request, attempt, last, deadline, given_up, owner, owner if lane is None else lane
+        )
         self._replace_older(newcomer)
         self._parked.add(newcomer)
 
@@ -363,14 +365,14 @@ class BufferService:
     ) -> None:
         settings = store.ledger.settings
         limits = Limits.of_groups(settings.max_group_bytes, settings.memory_bytes)
-        self._desk = Desk(store, runtime)
-        self._server = Server(runtime, bind, keys, limits, self._desk.generator_ops)
-        store.journal.listen(lambda: self._server.call_soon(self._desk.tend_journal))
-        self._desk.is_paused = is_paused
-        self._desk.wire_counters = self._server.counters
+        self._handler = RequestHandler(store, runtime)
+        self._server = Server(runtime, bind, keys, limits, self._handler.generator_ops)
+        store.journal.listen(lambda: self._server.call_soon(self._handler.tend_journal))
+        self._handler.is_paused = is_paused
+        self._handler.wire_counters = self._server.counters
         self._store = store
-        self._desk.address = self._server.address
-        self._desk.refresh_status()
+        self._handler.address = self._server.address
+        self._handler.refresh_status()
 
     @property
     def address(self) -> str:
@@ -378,43 +380,45 @@ class BufferService:
 
     def run(self, stop: Event) -> None:
         """Serve until `stop` is set."""
-        self._desk.state = ServiceState.READY
+        self._handler.state = ServiceState.READY
         log.info("the buffer listens on %s", self.address)
         try:
-            desk = self._desk
+            handler = self._handler
             # While the journal is away requests stay in their sockets: nobody could answer them.
-            self._server.serve(desk, stop, desk.end_turn, desk.is_full, lambda: self._store.is_settled)
-            self._desk.refresh_status()
-            self._desk.state = ServiceState.ENDED
+            self._server.serve(
+                handler, stop, handler.end_turn, handler.is_full, lambda: self._store.is_settled
+            )
+            self._handler.refresh_status()
+            self._handler.state = ServiceState.ENDED
         except BaseException:  # process boundary, SystemExit too: whoever asks must see how it ended
-            self._desk.state = ServiceState.FAILED
+            self._handler.state = ServiceState.FAILED
             raise
         finally:
             self._store.journal.close()
 
     def status(self) -> BufferStatus:
         """Return the last status: of now, or of half a second ago where something has happened since."""
-        last = self._desk.last_status
+        last = self._handler.last_status
         return msgspec.structs.replace(
             last,
-            state=self._desk.state,
-            paused=self._desk.is_paused,
+            state=self._handler.state,
+            paused=self._handler.is_paused,
             obstacles=tuple(self._store.journal.obstacles()),
-            counters={**last.counters, **self._desk.count_wire()},  # a refused stranger makes no turn
+            counters={**last.counters, **self._handler.count_wire()},  # a refused stranger makes no turn
         )
 
     def command(self, command: AnyCommand) -> Message:
         """Do what an operator or the supervisor asks; what is leased in a pause is still taken."""
         match command:
             case RetireReplica(replica):
-                self._server.call_soon(partial(self._desk.retire, replica))
+                self._server.call_soon(partial(self._handler.retire, replica))
                 return Done()
             case Tighten(max_lag):
                 self._store.ledger.tighten(max_lag)
-                self._server.call_soon(self._desk.note_command)
+                self._server.call_soon(self._handler.note_command)
                 return Bound(self._store.ledger.max_lag)
             case Pause() | Unpause():
-                self._desk.is_paused = isinstance(command, Pause)
-                self._server.call_soon(self._desk.note_command)
-                return PauseState(self._desk.is_paused)
+                self._handler.is_paused = isinstance(command, Pause)
+                self._server.call_soon(self._handler.note_command)
+                return PauseState(self._handler.is_paused)
         raise unknown_command("the buffer", command, "It knows 'tighten', 'retire', 'pause' and 'unpause'")

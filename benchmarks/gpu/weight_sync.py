@@ -30,8 +30,8 @@ from benchmarks.weight_sync.peers.peers import FORKED
 from benchmarks.weight_sync.peers.weights import NamedTensors, count_bytes, make_weights
 from weight_sync.backends.contract import Group, Transport
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
-from weight_sync.backends.meeting import open_store
 from weight_sync.backends.nccl import NcclTransport
+from weight_sync.backends.rendezvous import open_store
 from weight_sync.memory.writer import bytes_of
 
 GPU_BYTES, QUICK_BYTES = 4 * 10**9, 2 * 10**6
@@ -144,7 +144,7 @@ def digest(bucket_B: torch.Tensor) -> str:
 
 
 def _export(weights: NamedTensors) -> None:
-    """Bring each tensor to the host by itself, as the learner's handoff does."""
+    """Bring each tensor to the host by itself, as the learner's publisher_client does."""
     for _, tensor in weights:
         bytes_of(tensor)
 

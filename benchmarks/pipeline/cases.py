@@ -22,7 +22,7 @@ from asyncrl.core.metrics.row_log import read_rows
 from asyncrl.core.service_command import Tighten
 from asyncrl.core.service_status import BufferStatus, ReplicaStatus
 from benchmarks.pipeline.bounded import Work
-from benchmarks.pipeline.crew import LAUNCHER, Crew, seats_of
+from benchmarks.pipeline.crew import LAUNCHER, Crew, placements_of
 from benchmarks.pipeline.sleepers import Pace
 from benchmarks.pipeline.window import Sample, Window, read_window
 from configs import shipped
@@ -215,9 +215,9 @@ def start_services(crew: Crew, case: Case) -> list[str]:
         Pace(pace.tokens_per_s * factor, pace.train_s_per_token / factor).write(crew.run_dir)
     # The replica first: it takes the longest.
     names = [*replicas, *LAUNCHER, *receivers, *learners]
-    seats = seats_of(names, SLEEPERS if pace else {}, shares_cores=is_colocated)
+    placements = placements_of(names, SLEEPERS if pace else {}, shares_cores=is_colocated)
     for name in names:
-        crew.start(name, seats[name])
+        crew.start(name, placements[name])
     return replicas
 
 

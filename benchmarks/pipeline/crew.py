@@ -51,7 +51,7 @@ LAUNCHER = ("buffer.0", "weight_sync.0", "publisher.0")
 
 
 @dataclass(frozen=True)
-class Seat:
+class Placement:
     """How a service is run: `factory` in place of its own, on these cores alone (empty: on any)."""
 
     factory: str = ""
@@ -63,7 +63,7 @@ class Crew:
     """The services of one run.
 
     >>> # with Crew(config, folder) as crew:
-    >>> #     crew.start("buffer.0", Seat(cores=frozenset({0})))
+    >>> #     crew.start("buffer.0", Placement(cores=frozenset({0})))
     >>> #     crew.status("buffer.0")
     """
 
@@ -95,11 +95,11 @@ class Crew:
         end_leftovers(self._run_id)
         remove_leftovers(self._run_id, self._sockets)
 
-    def start(self, name: str, seat: Seat) -> None:
+    def start(self, name: str, placement: Placement) -> None:
         """Start a service; it may call others that are not there yet."""
         ours, theirs = multiprocessing.Pipe()
         places = (str(self.run_dir), self._run_id, str(self._sockets), self._rendezvous.address, self._secret)
-        process = FORKS.Process(target=host, args=(theirs, name, seat, places), name=name)
+        process = FORKS.Process(target=host, args=(theirs, name, placement, places), name=name)
         process.start()
         theirs.close()
         self._processes[name], self._pipes[name] = process, ours
@@ -142,21 +142,21 @@ class Crew:
         return (self.run_dir / "logs" / f"{name}.log").read_text()[-1500:]
 
 
-def host(pipe: Connection, name: str, seat: Seat, places: tuple[str, str, str, str, str]) -> None:
+def host(pipe: Connection, name: str, placement: Placement, places: tuple[str, str, str, str, str]) -> None:
     """Run the service `name` until `pipe` closes; entry of its process.
 
     Args:
         places: Of the run: its folder, its id, the folder of its sockets, its rendezvous, its secret.
     """
-    if seat.cores:
-        os.sched_setaffinity(0, seat.cores)
+    if placement.cores:
+        os.sched_setaffinity(0, placement.cores)
     folder, run_id, sockets, rendezvous, secret = places
     run_dir = Path(folder)
     _redirect_output(run_dir / "logs" / f"{name}.log")
     os.environ[RUN_VARIABLE] = run_id
     roster = Roster(load_resolved(run_dir), run_dir, run_id, Path(sockets), rendezvous, secret=secret)
     spec = roster.spec(name)
-    module, _, function = (seat.factory or spec.factory).partition(":")
+    module, _, function = (placement.factory or spec.factory).partition(":")
     service = getattr(importlib.import_module(module), function)(spec.context)
     stop = ThreadEvent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever owns the pipe decides
@@ -194,8 +194,10 @@ def two_cores() -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(found[:1]), frozenset(found[1:2] or found[:1])
 
 
-def seats_of(names: Iterable[str], factories: Mapping[str, str], *, shares_cores: bool) -> dict[str, Seat]:
-    """Return the seat of each service: rollouts and receivers on the first core, all others on the second.
+def placements_of(
+    names: Iterable[str], factories: Mapping[str, str], *, shares_cores: bool
+) -> dict[str, Placement]:
+    """Return where each service runs: rollouts and receivers on the first core, all others on the second.
 
     Args:
         factories: By kind of service.
@@ -203,11 +205,11 @@ def seats_of(names: Iterable[str], factories: Mapping[str, str], *, shares_cores
             rest on any.
     """
     cores = two_cores()
-    seats = {}
+    placements = {}
     for name in names:
         kind, index = name.split(".")
         side = cores[kind not in ("rollout", "receiver")]
         if shares_cores:
             side = cores[int(index) % 2] if kind in ("rollout", "learner") else frozenset()
-        seats[name] = Seat(factories.get(kind, ""), side)
-    return seats
+        placements[name] = Placement(factories.get(kind, ""), side)
+    return placements

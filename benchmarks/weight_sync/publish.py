@@ -36,9 +36,9 @@ from benchmarks.weight_sync.peers.services import COORDINATOR_NAME, PUBLISHER_NA
 from benchmarks.weight_sync.peers.weights import count_bytes, make_weights
 from learner.backend import LearnerBackend, Placement
 from learner.ranks import Ranks
-from weight_sync.handoff import Handoff, PublishTimes, publish_together
 from weight_sync.memory import segments
-from weight_sync.memory.together import TogetherWriter
+from weight_sync.memory.sharded_publish import TogetherWriter
+from weight_sync.publisher_client import PublisherClient, PublishTimes, publish_sharded
 
 MAX_RATIO = 1.5
 BUCKET_BYTES = 64 << 20
@@ -92,25 +92,29 @@ class PlainCopy:
 
 
 class RankPublish:
-    """One rank of a learner that publishes `backend` again and again; `handoff` is rank 0's."""
+    """One rank of a learner that publishes `backend` again and again; `publisher_client` is rank 0's."""
 
     def __init__(
-        self, backend: LearnerBackend, ranks: Ranks, handoff: Handoff | None, is_gathered: bool
+        self,
+        backend: LearnerBackend,
+        ranks: Ranks,
+        publisher_client: PublisherClient | None,
+        is_gathered: bool,
     ) -> None:
-        self._backend, self._ranks, self._handoff = backend, ranks, handoff
+        self._backend, self._ranks, self._publisher_client = backend, ranks, publisher_client
         self._together = TogetherWriter(ranks)
         self._is_gathered = is_gathered
 
     def __call__(self, version: PolicyVersion) -> bool:
-        found = self._path() if self._handoff is not None else None
+        found = self._path() if self._publisher_client is not None else None
         path = self._ranks.share_bytes(found).decode()  # the learner's order brings it
-        return publish_together(self._handoff, self._together, path, version, self._backend)
+        return publish_sharded(self._publisher_client, self._together, path, version, self._backend)
 
     def _path(self) -> bytes:
-        assert self._handoff is not None, "rank 0 asks for segments"
-        if not self._handoff.has_room() or self._is_gathered:
+        assert self._publisher_client is not None, "rank 0 asks for segments"
+        if not self._publisher_client.has_room() or self._is_gathered:
             return b""
-        return self._handoff.shared_path.encode()
+        return self._publisher_client.shared_path.encode()
 
 
 class Publisher:
@@ -132,26 +136,28 @@ class Publisher:
         shutil.rmtree(segments.SHM_DIR / self.context.shm_prefix, ignore_errors=True)
 
 
-def open_handoff(context: ServiceContext) -> Handoff:
+def open_handoff(context: ServiceContext) -> PublisherClient:
     """Return rank 0's way to the publisher."""
     address, keys = context.addresses[PUBLISHER_NAME], context.client_keys
-    return Handoff(ThreadRuntime(), address, context.shm_prefix, BUCKET_BYTES, token=1, keys=keys)
+    return PublisherClient(ThreadRuntime(), address, context.shm_prefix, BUCKET_BYTES, token=1, keys=keys)
 
 
 def measure_publish(num_bytes: int, rounds: int) -> dict[str, Any]:
     """Return the row of a learner in this process whose tensors are ready."""
     weights = make_weights(num_bytes)
-    with closing(Publisher()) as publisher, closing(open_handoff(publisher.context)) as handoff:
+    with closing(Publisher()) as publisher, closing(open_handoff(publisher.context)) as publisher_client:
         plain = PlainCopy(publisher.context, lambda: iter(weights))
 
         def publish(version: PolicyVersion) -> bool:
-            return handoff.publish(version, iter(weights))
+            return publisher_client.publish(version, iter(weights))
 
-        stalls = measure_rounds(plain, publish, handoff, rounds)
+        stalls = measure_rounds(plain, publish, publisher_client, rounds)
     return summarise("tensors", count_bytes(weights), stalls)
 
 
-def measure_rounds(plain: PlainCopy, publish: Publish, handoff: Handoff, rounds: int) -> list[Stall]:
+def measure_rounds(
+    plain: PlainCopy, publish: Publish, publisher_client: PublisherClient, rounds: int
+) -> list[Stall]:
     """Return `rounds` rounds after those that warm up."""
     stalls = []
     for number in range(1, WARM_UP_ROUNDS + rounds + 1):
@@ -160,7 +166,7 @@ def measure_rounds(plain: PlainCopy, publish: Publish, handoff: Handoff, rounds:
         copied = time.perf_counter()
         if not publish(PolicyVersion(number, number)):
             raise ServiceFailed("no segment was free, though nobody receives")
-        stalls.append(Stall(copied - began, time.perf_counter() - copied, handoff.take_times()))
+        stalls.append(Stall(copied - began, time.perf_counter() - copied, publisher_client.take_times()))
         time.sleep(PAUSE_S)
     return stalls[WARM_UP_ROUNDS:]
 
@@ -198,10 +204,10 @@ def run_rank(
     ranks = Ranks(placement.rank, placement.world_size, torch.device("cpu"))
     is_gathered = name.endswith(GATHERED)
     if ranks.is_leader:
-        with closing(open_handoff(context)) as handoff:
+        with closing(open_handoff(context)) as publisher_client:
             plain = PlainCopy(context, backend.named_tensors)
-            publish = RankPublish(backend, ranks, handoff, is_gathered)
-            pipe.send(measure_rounds(plain, publish, handoff, rounds))
+            publish = RankPublish(backend, ranks, publisher_client, is_gathered)
+            pipe.send(measure_rounds(plain, publish, publisher_client, rounds))
     else:
         for _ in backend.named_tensors():  # for the plain copy
             pass

@@ -38,8 +38,8 @@ from learner.algorithms.losses import POLICY_LOSSES, Clip, LossInput, PolicyLoss
 from learner.algorithms.presets import find_correction
 from learner.algorithms.registry import resolve
 from learner.algorithms.rows import Rows, Sum, masked, masked_mean
+from learner.algorithms.validation import check_section, describe_section
 from learner.algorithms.value import value_loss
-from learner.algorithms.wording import check_section, describe_section
 from learner.batching.batch import PackedBatch
 
 Tensors = dict[str, torch.Tensor]

@@ -32,7 +32,7 @@ from learner.fsdp2.model.rows import lay_out_rows
 from learner.fsdp2.reduction import reduce_metrics
 from learner.fsdp2.sharding import ShardedParameter
 from learner.fsdp2.state import TrainingState
-from learner.guard.seams import MakeRoom, StepGate
+from learner.guard.hooks import MakeRoom, StepGate
 from learner.numerics.precision import LossScale
 
 EngineLoss = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]

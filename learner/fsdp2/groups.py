@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.core.errors import ConfigError
 from learner.backend import Placement
-from weight_sync.backends.meeting import join_store
+from weight_sync.backends.rendezvous import join_store
 
 
 @dataclass(frozen=True)

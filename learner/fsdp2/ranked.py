@@ -27,7 +27,7 @@ from learner.fsdp2.sharding import (
     gather_whole,
     shard_module,
 )
-from learner.guard.seams import MakeRoom, StepGate
+from learner.guard.hooks import MakeRoom, StepGate
 from learner.numerics.precision import DTYPES
 from weight_sync.memory.parts import Part
 
@@ -115,7 +115,7 @@ class RankedModel:
 
     @property
     def max_tokens_per_microbatch(self) -> int:
-        """The token budget in use; see `learner.guard.seams.TunableBackend`."""
+        """The token budget in use; see `learner.guard.hooks.TunableBackend`."""
         return self._engine.max_tokens_per_microbatch
 
     def set_max_tokens_per_microbatch(self, num_tokens: int) -> None:

@@ -19,7 +19,7 @@ from learner.backend import LearnerBackend, ValueBackend
 from learner.batching.batch import PackedBatch
 from learner.guard.explanations import explain
 from learner.guard.guard import Limits, UnstableTraining
-from learner.guard.seams import OffloadingBackend, TunableBackend
+from learner.guard.hooks import OffloadingBackend, TunableBackend
 from learner.guard.signals import Finding
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from learner.backend import Placement
 from learner.batching.batch import PackedBatch, Totals, restore_order
 from learner.checkpoint import pretrained
 from learner.checkpoint.snapshot import Snapshot
-from learner.guard.seams import MakeRoom, StepGate
+from learner.guard.hooks import MakeRoom, StepGate
 from learner.megatron import cpu_adaptor
 from learner.numerics.precision import DTYPES, LossScale
 from weight_sync.memory.parts import Part

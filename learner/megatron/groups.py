@@ -18,7 +18,7 @@ from megatron.core import parallel_state, tensor_parallel
 from asyncrl.core.errors import ConfigError
 from learner.backend import Placement
 from learner.megatron.model.architecture import Parallelism
-from weight_sync.backends.meeting import join_store
+from weight_sync.backends.rendezvous import join_store
 
 
 @dataclass(frozen=True)

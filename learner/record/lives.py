@@ -15,8 +15,8 @@ from pathlib import Path
 
 from learner.algorithms.objective import Objective
 from learner.backend import Models
+from learner.record.batch_store import BatchStore, name_steps
 from learner.record.settings import describe_change
-from learner.record.shelf import Shelf, name_steps
 from learner.trainer import CRITIC, Trainer
 
 CONTROLLERS_FILE = "controllers.json"
@@ -35,7 +35,7 @@ class Life:
     settings: str
 
 
-def find_lives(shelf: Shelf, first: int, end: int) -> list[Life]:
+def find_lives(batch_store: BatchStore, first: int, end: int) -> list[Life]:
     """Cut steps `first` to `end - 1` where the settings change.
 
     Raises:
@@ -44,7 +44,7 @@ def find_lives(shelf: Shelf, first: int, end: int) -> list[Life]:
     """
     return [
         Life((steps := list(group))[0], steps[-1] + 1, digest)
-        for digest, group in itertools.groupby(range(first, end), shelf.settings_digest)
+        for digest, group in itertools.groupby(range(first, end), batch_store.settings_digest)
     ]
 
 
@@ -58,13 +58,13 @@ def cut_lives(lives: Sequence[Life], step: int) -> Iterator[Life]:
             yield life
 
 
-def describe_lives(shelf: Shelf, lives: Sequence[Life]) -> Iterator[str]:
+def describe_lives(batch_store: BatchStore, lives: Sequence[Life]) -> Iterator[str]:
     """Yield what is to be known of the settings of `lives`, in words."""
     for life in lives:
         if not life.settings:
             yield OLD_RECORD.format(name_steps(range(life.first, life.end)))
     for before, after in itertools.pairwise(lives):
-        old, new = (shelf.read_settings(life.settings) for life in (before, after))
+        old, new = (batch_store.read_settings(life.settings) for life in (before, after))
         if old is not None and new is not None:
             yield f"from step {after.first} on the run had {describe_change(old, new)}"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import CheckpointError, ConfigError, DataError
 from learner.checkpoint.store import CheckpointStore
+from learner.record.batch_store import FOLDER, BatchStore, name_steps
 from learner.record.lives import Life
-from learner.record.shelf import FOLDER, Shelf, name_steps
 
 CHECKPOINTS = "checkpoints"
 
@@ -60,8 +60,8 @@ def make_plan(
         ConfigError: The run recorded nothing.
         DataError: A step is not in the record, or there is nothing to begin with.
     """
-    shelf = Shelf(folder / FOLDER)
-    steps = shelf.steps()
+    batch_store = BatchStore(folder / FOLDER)
+    steps = batch_store.steps()
     if not steps:
         raise ConfigError(
             f"run '{folder.name}' has recorded nothing", hint="Only with run.record: true does a run record"

@@ -13,12 +13,12 @@ from pathlib import Path
 from asyncrl.core import errors as named_errors
 from asyncrl.core.errors import AsyncrlError
 from learner.backend import Placement
+from learner.record.batch_store import FOLDER, BatchStore
 from learner.record.comparison import ComparedStep
 from learner.record.plan import Plan
 from learner.record.processes import ERROR
 from learner.record.replay import replay
 from learner.record.settings import configure
-from learner.record.shelf import FOLDER, Shelf
 
 
 def main(given: str) -> None:
@@ -29,7 +29,7 @@ def main(given: str) -> None:
     placement = Placement(**order["placement"])
     tell = _print_step if placement.rank == 0 else lambda step: print(step, file=sys.stderr, flush=True)
     try:
-        settings = Shelf(plan.folder / FOLDER).read_settings(plan.settings)
+        settings = BatchStore(plan.folder / FOLDER).read_settings(plan.settings)
         config = configure(plan.folder, settings, order["overrides"])
         replay(plan, config, placement, tell=tell)
     except AsyncrlError as error:

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from asyncrl.core.errors import WireError
 from asyncrl.core.experience import Group
-from learner.intake import Source
+from learner.batch_fetcher import Source
 from learner.orders import Adjust, Train
+from learner.record.batch_store import BatchStore, RecordedStep, RecordedWeights
 from learner.record.settings import Settings
-from learner.record.shelf import RecordedStep, RecordedWeights, Shelf
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +52,14 @@ class Recorder:
 
     def __init__(
         self,
-        shelf: Shelf,
+        batch_store: BatchStore,
         seed: int,
         max_stall_s: float,
         share: int = 0,
         num_shares: int = 1,
         settings: Settings | None = None,
     ) -> None:
-        self._shelf = shelf
+        self._batch_store = batch_store
         self._seed = seed
         self._max_stall_s = max_stall_s
         self._share = share
@@ -93,12 +93,12 @@ class Recorder:
             num_shares=self._num_shares,
             settings=self._settings,
         )
-        self._put(f"step {order.step}", lambda: self._shelf.write(recorded))
+        self._put(f"step {order.step}", lambda: self._batch_store.write(recorded))
 
     def note_weights(self, step: int, digest: str, bucket_bytes: int) -> None:
         """Keep the digest of the weights that were published at `step`."""
         found = RecordedWeights(step, digest, bucket_bytes)
-        self._put(f"the weights of step {step}", lambda: self._shelf.write_weights(found))
+        self._put(f"the weights of step {step}", lambda: self._batch_store.write_weights(found))
 
     def restart_at(self, step: int) -> None:
         """Forget the steps from `step` on: they are trained again, or belong to an abandoned branch."""
@@ -169,17 +169,17 @@ class Recorder:
                     self._num_bytes += num_bytes
 
     def _open(self) -> int:
-        self._shelf.open(self._share)
+        self._batch_store.open(self._share)
         return 0
 
     def _forget(self, step: int) -> int:
-        self._shelf.remove(range(step, LAST_STEP), self._share)
+        self._batch_store.remove(range(step, LAST_STEP), self._share)
         if self._share == 0:
-            self._shelf.remove_weights(range(step + 1, LAST_STEP))
+            self._batch_store.remove_weights(range(step + 1, LAST_STEP))
         return 0
 
     def _remove(self, steps: range) -> int:
-        self._shelf.remove(steps)
+        self._batch_store.remove(steps)
         return 0
 
     def _fail(self, what: str, why: str) -> None:
@@ -195,15 +195,15 @@ class Recorder:
 
 
 class Recording:
-    """An intake whose groups a recorder hears of."""
+    """An fetcher whose groups a recorder hears of."""
 
-    def __init__(self, intake: Source, recorder: Recorder) -> None:
-        self._intake = intake
+    def __init__(self, fetcher: Source, recorder: Recorder) -> None:
+        self._fetcher = fetcher
         self._recorder = recorder
 
     def fetch(self, token: int, tickets: Sequence[int]) -> list[Group]:
         """As the intake's `fetch`."""
-        groups = self._intake.fetch(token, tickets)
+        groups = self._fetcher.fetch(token, tickets)
         self._recorder.note_fetch(groups)
         return groups
 

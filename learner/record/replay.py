@@ -28,13 +28,13 @@ from learner.backend import LearnerBackend, Models, Placement
 from learner.checkpoint.store import CheckpointStore
 from learner.composition import open_models
 from learner.ranks import Ranks
+from learner.record.batch_store import FOLDER, BatchStore, RecordedStep, RecordedWeights, name_steps
 from learner.record.comparison import WEIGHTS, ComparedStep, Comparison, Difference, compare
 from learner.record.lives import Life, cut_lives, describe_lives, find_lives, leave_state, take_up_state
 from learner.record.plan import CHECKPOINTS, Plan, cut_plan, make_plan
 from learner.record.processes import replay_on_ranks
 from learner.record.recorder import repeatable
 from learner.record.settings import configure
-from learner.record.shelf import FOLDER, RecordedStep, RecordedWeights, Shelf, name_steps
 from learner.record.state import compare_state
 from learner.report import Stopwatch
 from learner.trainer import Trainer
@@ -95,19 +95,19 @@ def replay_run(
     folder = find_run_folder(run, runs_dir)
     config = load_resolved(folder, overrides)
     plan = replace(make_plan(folder, config, first, num_steps, say), stops=stops)
-    shelf = Shelf(folder / FOLDER)
-    lives = find_lives(shelf, plan.began_at, plan.end)
-    for sentence in describe_lives(shelf, lives):
+    batch_store = BatchStore(folder / FOLDER)
+    lives = find_lives(batch_store, plan.began_at, plan.end)
+    for sentence in describe_lives(batch_store, lives):
         say(sentence)
     if overrides and plan.began_at < plan.first:
         lives = list(cut_lives(lives, plan.first))
         say(f"{name_steps(range(plan.began_at, plan.first))} as in the run, then {', '.join(overrides)}")
-    _check_overrides(plan, lives, shelf, overrides)
+    _check_overrides(plan, lives, batch_store, overrides)
     compared: list[ComparedStep] = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-replay-") as between:
         for part in cut_plan(plan, lives, Path(between)):
             given = overrides if part.began_at >= plan.first else ()
-            compared += _replay_life(part, shelf, given, say).steps
+            compared += _replay_life(part, batch_store, given, say).steps
             if stops and any(_ends_at(plan, step) for step in compared):
                 break
             if part.taken_from:
@@ -115,11 +115,13 @@ def replay_run(
     return Comparison(plan.began_at, plan.first, compared)
 
 
-def _check_overrides(plan: Plan, lives: Sequence[Life], shelf: Shelf, overrides: Sequence[str]) -> None:
+def _check_overrides(
+    plan: Plan, lives: Sequence[Life], batch_store: BatchStore, overrides: Sequence[str]
+) -> None:
     """Raise ConfigError if `overrides` do not fit a life: before the steps that lead there are trained."""
     for life in lives:
         if life.first >= plan.first:
-            configure(plan.folder, shelf.read_settings(life.settings), overrides)
+            configure(plan.folder, batch_store.read_settings(life.settings), overrides)
 
 
 def _ends_at(plan: Plan, step: ComparedStep) -> bool:
@@ -128,9 +130,9 @@ def _ends_at(plan: Plan, step: ComparedStep) -> bool:
 
 
 def _replay_life(
-    plan: Plan, shelf: Shelf, overrides: Sequence[str], say: Callable[[str], None]
+    plan: Plan, batch_store: BatchStore, overrides: Sequence[str], say: Callable[[str], None]
 ) -> Comparison:
-    settings = shelf.read_settings(plan.settings)
+    settings = batch_store.read_settings(plan.settings)
     config, recorded = (configure(plan.folder, settings, given) for given in (overrides, ()))
     plan = replace(plan, sets_rate=_has_other_rate(config, recorded))
     ranks = num_ranks(config)
@@ -168,11 +170,11 @@ def replay(
     )
     with closing(make_models(config, objective, placement)) as models:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        ranks, intake = Ranks(placement.rank, placement.world_size, device), RecordedIntake()
-        trainer = Trainer(config, ranks, models, objective, intake, Stopwatch())
+        ranks, fetcher = Ranks(placement.rank, placement.world_size, device), RecordedIntake()
+        trainer = Trainer(config, ranks, models, objective, fetcher, Stopwatch())
         _restore(trainer, plan, config)
         compared = []
-        for step in _train(plan, config, trainer, intake, models, objective, ranks):
+        for step in _train(plan, config, trainer, fetcher, models, objective, ranks):
             compared.append(step)
             tell(step)
             if plan.stops and ranks.largest([_ends_at(plan, step)])[0]:
@@ -198,24 +200,24 @@ def _train(
     plan: Plan,
     config: Config,
     trainer: Trainer,
-    intake: RecordedIntake,
+    fetcher: RecordedIntake,
     models: Models,
     objective: Objective,
     ranks: Ranks,
 ) -> Iterator[ComparedStep]:
     """Yield each step, trained and compared."""
-    shelf, root, policy = Shelf(plan.folder / FOLDER), plan.folder / CHECKPOINTS, models.policy
+    batch_store, root, policy = BatchStore(plan.folder / FOLDER), plan.folder / CHECKPOINTS, models.policy
     store = CheckpointStore(root, config.checkpoint.keep) if root.is_dir() else None
     if not plan.taken_from:  # else it is what was trained before, under overrides perhaps
-        _check_start(shelf.read_weights(plan.began_at), policy, plan)
+        _check_start(batch_store.read_weights(plan.began_at), policy, plan)
     for step in range(plan.began_at, plan.end):
-        recorded = shelf.read(step, policy.dp_rank)
+        recorded = batch_store.read(step, policy.dp_rank)
         _check(recorded, config, policy)
-        intake.put(recorded.groups)
+        fetcher.put(recorded.groups)
         if recorded.adjustment != trainer.adjustment or (plan.sets_rate and step == plan.began_at):
             trainer.adjust(recorded.adjustment)
         metrics = repeatable(trainer.train(recorded.order).metrics)
-        weights = shelf.read_weights(step + 1)
+        weights = batch_store.read_weights(step + 1)
         different = compare(recorded.metrics, metrics)
         others = _compare_weights(weights, policy)
         token, state = recorded.order.token, None

@@ -31,7 +31,7 @@ from rollout_service.gateway.keys import GatewayKey
 from rollout_service.gateway.refusal import EpisodeFailed, Refusal, error_body
 from rollout_service.gateway.rules import admit
 from rollout_service.gateway.server import admit_connection
-from rollout_service.gateway.sessions import Call, Desk, Session
+from rollout_service.gateway.sessions import Call, Session, SessionManager
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Held(Response):
 class Routes:
     """The handlers. `url`: where agents reach this gateway; `is_healthy`: whether the engine can go on."""
 
-    desk: Desk
+    manager: SessionManager
     serving: Serving
     key: GatewayKey
     url: Callable[[], str]
@@ -166,9 +166,9 @@ class Routes:
         self._session(request)
         body = await read_body(request)
         session = self._session(request)
-        admitted = admit(body, self.desk.rules)
+        admitted = admit(body, self.manager.rules)
         call = session.begin(read(body))
-        self.desk.overridden.update(admitted.overridden)
+        self.manager.overridden.update(admitted.overridden)
         is_answered = False
         try:
             call.max_tokens = _max_tokens(body)
@@ -184,7 +184,7 @@ class Routes:
 
     async def _open_for(self, request: Request, wait_s: float) -> Session | None:
         """Return a new session; None, and nothing is held, if the client hung up while it waited."""
-        opening = asyncio.ensure_future(self.desk.open(wait_s))
+        opening = asyncio.ensure_future(self.manager.open(wait_s))
         leaving = asyncio.ensure_future(_hang_up(request))
         try:
             await asyncio.wait([opening, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -195,11 +195,11 @@ class Routes:
             opening.cancel()
         await asyncio.wait([opening])
         if not opening.cancelled() and opening.exception() is None:
-            self.desk.take_back(opening.result())
+            self.manager.take_back(opening.result())
         return None
 
     def _session(self, request: Request) -> Session:
-        session = self.desk.find(request.path_params.get("key") or _bearer(request))
+        session = self.manager.find(request.path_params.get("key") or _bearer(request))
         admit_connection(request)
         return session
 
@@ -211,7 +211,7 @@ class Routes:
             "base_url": f"{self.url()}/sessions/{session.key}/v1",
             "ticket": group.grant.ticket,
             "sample": session.sample,
-            "deadline_s": self.desk.remaining_s(session),
+            "deadline_s": self.manager.remaining_s(session),
             "prompt": prompt.content,
             "ground_truth": prompt.ground_truth,
             "data_source": prompt.data_source,

@@ -1,6 +1,6 @@
 """The gateway as a part of a replica: made with it, started after its engine, stopped with it.
 
-consumes: HTTP of agents; grants of the replica's lease loop (`desk.run`)
+consumes: HTTP of agents; grants of the replica's lease loop (`manager.run`)
 waits for: agents, until a group's deadline
 unblocked by: rewards, failures, deadlines, a drain
 produces: groups, as a `GroupRunner` does
@@ -28,7 +28,7 @@ from rollout_service.engine.vllm.features import ENGINE, Feature, check_features
 from rollout_service.engine.vllm.objects import ServingClient
 from rollout_service.gateway.keys import GatewayKey, read_key
 from rollout_service.gateway.rules import Rules
-from rollout_service.gateway.sessions import Desk
+from rollout_service.gateway.sessions import SessionManager
 
 if TYPE_CHECKING:
     import uvicorn
@@ -112,7 +112,7 @@ class Gateway:
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.url = ""
-        self.desk = Desk(prompts, rules, settings.deadline_s, self._abort)
+        self.manager = SessionManager(prompts, rules, settings.deadline_s, self._abort)
 
     async def start(self, on_demand: Callable[[], None]) -> None:
         """Listen. `on_demand` is called when an agent waits for a group.
@@ -124,7 +124,7 @@ class Gateway:
         """
         from rollout_service.gateway.server import make_server
 
-        self.desk.on_demand = on_demand
+        self.manager.on_demand = on_demand
         check_features(NEEDED)
         listener = _listen(self._settings.host, self._settings.port)
         self.url = "http://{}:{}".format(*listener.getsockname()[:2])
@@ -165,9 +165,13 @@ class Gateway:
         from rollout_service.gateway.app import Routes, Serving, build_app
         from rollout_service.gateway.recorder import Recorder
 
-        recorder = Recorder(self._engine.client, self.desk, self._meter, self._engine.cache_salt)
+        recorder = Recorder(self._engine.client, self.manager, self._meter, self._engine.cache_salt)
         routes = Routes(
-            self.desk, Serving(self.desk.counters), self._key, lambda: self.url, lambda: not recorder.errored
+            self.manager,
+            Serving(self.manager.counters),
+            self._key,
+            lambda: self.url,
+            lambda: not recorder.errored,
         )
         app = build_app(routes)
         for name, handler in _build_serving(recorder).items():
@@ -176,18 +180,18 @@ class Gateway:
 
     def status(self) -> GatewayStatus:
         """Return where agents reach the gateway, and its sessions, for the replica's status."""
-        return self.desk.status(self.url)
+        return self.manager.status(self.url)
 
     def obstacles(self) -> tuple[Obstacle, ...]:
         """Return, for the replica's status, that no agent asks for a session, while that is so."""
-        if self.desk.idle_s < IDLE_S:
+        if self.manager.idle_s < IDLE_S:
             return ()
         what = f"no agent asks for a session at {self.url} (POST /sessions)"
         return (Obstacle("", Cause.NO_AGENT, what),)
 
     def drain(self) -> None:
         """Give no more sessions out; groups that agents can still complete go on."""
-        self.desk.refuse_sessions()
+        self.manager.refuse_sessions()
 
     async def stop(self) -> None:
         """Stop listening; answers in flight have `STOP_DEADLINE_S` to reach their clients."""

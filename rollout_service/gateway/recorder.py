@@ -26,7 +26,7 @@ from rollout_service.engine.vllm.objects import (
 from rollout_service.gateway.history import Step
 from rollout_service.gateway.refusal import Refusal
 from rollout_service.gateway.rules import sampling_params
-from rollout_service.gateway.sessions import Call, Desk
+from rollout_service.gateway.sessions import Call, SessionManager
 from rollout_service.gateway.transcript import Turn
 
 
@@ -69,9 +69,11 @@ class Recorder:
         salt: Returns what keeps prefixes of other versions apart, None where none are cached.
     """
 
-    def __init__(self, llm: ServingClient, desk: Desk, meter: Meter, salt: Callable[[], str | None]) -> None:
+    def __init__(
+        self, llm: ServingClient, manager: SessionManager, meter: Meter, salt: Callable[[], str | None]
+    ) -> None:
         self._llm = llm
-        self._desk = desk
+        self._manager = manager
         self._meter = meter
         self._salt = salt
         self._serial = 0
@@ -108,7 +110,7 @@ class Recorder:
         Raises:
             Refusal: Before anything is generated: the session has ended, or the prompt has no room.
         """
-        call = self._desk.call_of(session_id)
+        call = self._manager.call_of(session_id)
         prompt_ids = self._prompt_ids(call, prompt)
         params = self._params(call, prompt_ids, asked)
         self._serial += 1
@@ -132,7 +134,7 @@ class Recorder:
                         self._finish(call, prompt_ids, answer, output.outputs[0])
                     yield output
         except EngineDeadError as error:
-            self._desk.fail_all(EngineDied(f"vLLM died: {error}"))
+            self._manager.fail_all(EngineDied(f"vLLM died: {error}"))
             raise
 
     def _finish(
@@ -147,12 +149,12 @@ class Recorder:
             or not answer.token_ids
             or last.weight_versions is None
         ):
-            self._desk.counters["calls_ended"] += 1
-            ended = GenerationError(f"the call was ended: {self._desk.why_ended(call.session)}")
+            self._manager.counters["calls_ended"] += 1
+            ended = GenerationError(f"the call was ended: {self._manager.why_ended(call.session)}")
             ended.status_code = HTTPStatus.GONE
             raise ended
         self._meter.num_completions += 1
-        self._desk.counters["calls"] += 1
+        self._manager.counters["calls"] += 1
         spans = tuple(Span(int(span.version), span.start, span.end) for span in last.weight_versions)
         answers = (tuple(answer.token_ids), tuple(answer.logprobs))
         stop = last.stop_reason if isinstance(last.stop_reason, str) else ""
@@ -198,7 +200,7 @@ class Recorder:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _params(self, call: Call, prompt_ids: Sequence[int], asked: AskedSampling) -> object:
-        rules, transcript = self._desk.rules, call.session.transcript
+        rules, transcript = self._manager.rules, call.session.transcript
         num_first = len(transcript.first_prompt if transcript.answers else prompt_ids)
         if num_first > rules.max_prompt_tokens:
             raise Refusal(

@@ -216,7 +216,7 @@ class OpenGroup:
             yield replace(trajectory, loss_mask=mask)
 
 
-class Desk:
+class SessionManager:
     """Gives sessions out and brings groups in. All calls come from one event loop.
 
     Args:

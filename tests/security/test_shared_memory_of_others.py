@@ -90,12 +90,12 @@ def test_weights_reach_a_replica_whatever_another_user_has_put_into_shared_memor
         assert cluster.publisher.client.call("current", deadline_s=60.0).args["number"] == 0
         folder = SHM / cluster.shm_prefix
         assert attack(folder) == [] and folder.stat().st_mode & 0o777 == 0o700
-        handoff = cluster.handoff(token=1)
-        assert handoff.publish(PolicyVersion(1, 0), model(1))
+        publisher_client = cluster.publisher_client(token=1)
+        assert publisher_client.publish(PolicyVersion(1, 0), model(1))
         assert load(receiver, 0).number == 1
         cluster.publisher.kill()
         cluster.start("publisher.0")
-        assert not handoff.has_lost(), "the publisher's own legacy is read, in its folder"
+        assert not publisher_client.has_lost(), "the publisher's own legacy is read, in its folder"
     assert all(path.is_symlink() or path.exists() for path in planted), "nothing of his was touched"
 
 

@@ -17,10 +17,10 @@ from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.learner_ops import LearnerOps
 from asyncrl.buffer.ledger.ledger import Ledger
 from tests.simulation.mutation import Mutant, Patch, always, mutated
-from weight_sync.carrier import Carrier
-from weight_sync.coordination.mail import ReportLog
-from weight_sync.protocol.copies import Copies
+from weight_sync.coordination.order_queue import ReportLog
+from weight_sync.protocol.slots import Copies
 from weight_sync.receiver import ReceiverService
+from weight_sync.transfer_executor import TransferExecutor
 
 UNIT = "unit"
 
@@ -49,7 +49,9 @@ def _mutant(name: str, guard: str, *patches: tuple[Any, str, Any]) -> Mutant:
 UNIT_MUTANTS = (
     _mutant("taken_twice", "an engine is handed only what is newer", (Copies, "take", _take_any)),
     _mutant(
-        "untaken", "a copy whose engine is gone is given to the next one", (Copies, "untake", always(None))
+        "untaken",
+        "a copy whose engine is gone is given to the next one",
+        (Copies, "release_copies", always(None)),
     ),
     _mutant(
         "late_calls",
@@ -67,7 +69,9 @@ UNIT_MUTANTS = (
         (ReportLog, "is_new", always(True)),
         (ReportLog, "newest", always(0)),
     ),
-    _mutant("broken_groups", "a group that broke is not used again", (Carrier, "abort", always(None))),
+    _mutant(
+        "broken_groups", "a group that broke is not used again", (TransferExecutor, "abort", always(None))
+    ),
     _mutant(
         "leases_expire",
         "leases expire",

@@ -33,11 +33,11 @@ from asyncrl.core.service_status import KINDS, MemberStatus, kind_of
 from asyncrl.core.sockets.keys import RunKeys
 from asyncrl.core.staleness import PolicyVersion
 from weight_sync import composition, control_composition
-from weight_sync.handoff import Handoff
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.staging import Staged, open_tensors
 from weight_sync.protocol.rounds import Timing
+from weight_sync.publisher_client import PublisherClient
 
 WAIT_S = 60.0
 TIMING = Timing(deadline_s=10.0, offer_s=5.0, settle_s=1.0, silence_s=6.0, dead_s=60.0)
@@ -221,7 +221,7 @@ class Cluster:
         self.timing = timing
         self.bucket_bytes = bucket_bytes
         self.children: dict[str, Child] = {}
-        self._handoffs: list[Handoff] = []
+        self._handoffs: list[PublisherClient] = []
         config = Config.model_validate(
             {
                 "model": {"path": "builtin:digit_sort"},
@@ -291,9 +291,9 @@ class Cluster:
         assert self._socket_dir is not None
         return f"ipc://{self._socket_dir / name}"
 
-    def handoff(self, token: int = 1, **kwargs: Any) -> Handoff:
+    def publisher_client(self, token: int = 1, **kwargs: Any) -> PublisherClient:
         address, keys = self.publisher.address, self._context.client_keys
-        made = Handoff(
+        made = PublisherClient(
             ThreadRuntime(), address, self.shm_prefix, self.bucket_bytes, token, keys=keys, **kwargs
         )
         self._handoffs.append(made)
@@ -306,8 +306,8 @@ class Cluster:
         wait_until(lambda: set(names) <= set(self.members()), f"{names} to join")
 
     def close(self) -> None:
-        for handoff in self._handoffs:
-            handoff.close()
+        for publisher_client in self._handoffs:
+            publisher_client.close()
         for child in self.children.values():
             child.kill()
         shutil.rmtree(segments.SHM_DIR / self.shm_prefix, ignore_errors=True)

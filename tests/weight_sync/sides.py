@@ -1,7 +1,8 @@
 """Both sides of the protocol in one process, as models around the parts that decide.
 
-The coordinator's side is `Coordination`, the peers' side `Attendance`, `Allegiance` and the real `Shelf`
-with its segments in shared memory. Bytes move when they are told to, also into copies that were given up.
+The coordinator's side is `Coordination`, the peers' side `RoundTracker`, `CoordinatorEpoch` and the real
+`StagingArea` with its segments in shared memory. Bytes move when they are told to,
+also into copies that were given up.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from dataclasses import dataclass, field
 import xxhash
 
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
-from weight_sync.coordination.mail import Mailbox
+from weight_sync.coordination.order_queue import OrderQueue
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
-from weight_sync.memory.shelf import Copy, Shelf
-from weight_sync.protocol.members import Card, PublisherSeat
-from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Stage
+from weight_sync.memory.staging_area import Copy, StagingArea
+from weight_sync.protocol.members import MemberInfo, PublisherInfo
+from weight_sync.protocol.peer import CoordinatorEpoch, EpochCheck, RoundTracker, Stage
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import NEVER, Order
 
@@ -40,7 +41,7 @@ class Boss:
     def __init__(self, coordination: Coordination) -> None:
         self.coordination = coordination
         self.is_deposed = False
-        self._mail: dict[str, Mailbox] = {}
+        self._order_queues: dict[str, OrderQueue] = {}
 
     def hears(self, token: int) -> bool:
         """A peer that obeys the coordinator with `token` speaks to it."""
@@ -49,16 +50,16 @@ class Boss:
 
     def open_box(self, peer: Peer) -> None:
         """The peer has said hello."""
-        before = self._mail.get(peer.name)
-        self._mail[peer.name] = Mailbox.opened(peer.incarnation, self.coordination.token, before)
+        before = self._order_queues.get(peer.name)
+        self._order_queues[peer.name] = OrderQueue.opened(peer.incarnation, self.coordination.token, before)
 
     def put(self, order: Order) -> None:
-        if order.to in self._mail:
-            self._mail[order.to].put(order)
+        if order.to in self._order_queues:
+            self._order_queues[order.to].put(order)
 
     def answer_poll(self, peer: Peer, after: int) -> list[tuple[int, Order]]:
         """Return the orders that the peer has not acknowledged, after it has all up to `after`."""
-        box = self._mail.get(peer.name)
+        box = self._order_queues.get(peer.name)
         if box is None or box.incarnation != peer.incarnation:
             return []
         box.acknowledge(after)
@@ -81,8 +82,8 @@ class Peer:
     orders: deque[tuple[int, Order]] = field(default_factory=deque)
     old_orders: list[tuple[int, Order]] = field(default_factory=list)
     reports: deque[Report] = field(default_factory=deque)
-    rounds: Attendance = field(default_factory=Attendance)
-    allegiance: Allegiance = field(default_factory=Allegiance)
+    rounds: RoundTracker = field(default_factory=RoundTracker)
+    epoch: CoordinatorEpoch = field(default_factory=CoordinatorEpoch)
     after: int = 0
     after_before: int = 0
     now: float = 0.0
@@ -106,13 +107,13 @@ class Peer:
         self.hear_order(token, order)
 
     def hear_order(self, token: int, order: Order) -> None:
-        if self.allegiance.hear(token) is not Hearing.OLDER:
+        if self.epoch.hear(token) is not EpochCheck.OLDER:
             self.obey(order)
 
     def send_report(self, now: float) -> None:
         """Report to the coordinator; one that does not know this peer gets a hello instead."""
         call = self.reports.popleft()
-        if self.boss is None or not self.boss.hears(self.allegiance.token):
+        if self.boss is None or not self.boss.hears(self.epoch.token):
             return
         if self.boss.coordination.seen(self.name, self.incarnation, now):
             call(self.boss.coordination, now)
@@ -121,24 +122,24 @@ class Peer:
 
     def poll(self, now: float) -> None:
         self.now = now
-        if self.boss is None or not self.boss.hears(self.allegiance.token):
+        if self.boss is None or not self.boss.hears(self.epoch.token):
             self.boss = None
         elif not self.boss.coordination.seen(self.name, self.incarnation, now):
             self.say_hello(self.boss, now)
 
     def say_hello(self, boss: Boss, now: float) -> bool:
-        """Give up all rounds and introduce itself, as `liaison.py` does."""
+        """Give up all rounds and introduce itself, as `session.py` does."""
         for round_id in self.rounds.open_rounds:
             self.abort(round_id)
         self.boss = None
-        if not boss.hears(self.allegiance.token):
+        if not boss.hears(self.epoch.token):
             return False
         self.orders.clear()
         if self.introduce(boss.coordination, now):
             self.boss = boss
             boss.open_box(self)
         self.after, self.after_before = 0, max(self.after, self.after_before)
-        self.allegiance.hear(boss.coordination.token)
+        self.epoch.hear(boss.coordination.token)
         return self.boss is not None
 
     def introduce(self, coordination: Coordination, now: float) -> bool:
@@ -182,7 +183,7 @@ class ModelReceiver(Peer):
 
     def __init__(self, name: str, incarnation: str, born: int, prefix: str) -> None:
         super().__init__(name, incarnation, born)
-        self.shelf = Shelf(f"{prefix}{incarnation}-", incarnation)
+        self.staging = StagingArea(f"{prefix}{incarnation}-", incarnation)
         self.incoming: dict[int, Copy] = {}
         self.threads: dict[int, Thread] = {}
         self.serving = UNLOADED
@@ -190,18 +191,18 @@ class ModelReceiver(Peer):
         self.loading: Copy | None = None
 
     def introduce(self, coordination: Coordination, now: float) -> bool:
-        card = Card(
+        info = MemberInfo(
             self.name,
             self.incarnation,
             GLOO,
             serving=self.serving,
-            staged=self.shelf.newest_verified,
+            staged=self.staging.newest_verified,
             is_attended=self.is_attended,
             is_pinned=self.is_pinned,
             is_draining=self.is_draining,
             born=self.born,
         )
-        return coordination.hello(card, now)
+        return coordination.hello(info, now)
 
     def obey(self, order: Order) -> None:
         fields = order.fields
@@ -213,14 +214,14 @@ class ModelReceiver(Peer):
         elif order.kind == "abort":
             self.abort(fields["round"])
         elif order.kind == "commit":
-            self.shelf.commit(fields["number"])
+            self.staging.commit(fields["number"])
         elif order.kind == "withdraw":
-            self.shelf.withdraw()
+            self.staging.withdraw()
             self.is_attended = False
 
     def _accept(self, round_id: int, number: int) -> None:
         if self.rounds.offer(round_id):
-            self.incoming[round_id] = self.shelf.make_room(manifest_of(number))
+            self.incoming[round_id] = self.staging.make_room(manifest_of(number))
         if round_id in self.incoming:
             self.report(lambda c, now: c.accepted(self.name, round_id, now))
 
@@ -230,24 +231,24 @@ class ModelReceiver(Peer):
             return
         copy = self.incoming.pop(round_id)
         if stage is Stage.OFFERED:
-            self.shelf.give_back(copy)
+            self.staging.give_back(copy)
         else:
-            self.shelf.abandon(round_id, copy)
+            self.staging.abandon(round_id, copy)
         self.report(lambda c, now: c.failed(self.name, round_id, "aborted", now))
 
     def end(self, thread: Thread, cause: str = "") -> None:
         """The transfer thread ends, by itself or because the group broke."""
         del self.threads[thread.round]
         if not self.rounds.end(thread.round):
-            self.shelf.end_abandoned(thread.round)
+            self.staging.end_abandoned(thread.round)
             return
         copy = self.incoming.pop(thread.round)
         cause = cause or ("" if thread.has_right_digests() else "digest")
         if cause:
-            self.shelf.give_back(copy)
+            self.staging.give_back(copy)
             self.report(lambda c, now: c.failed(self.name, thread.round, cause, now, thread.num_buckets))
         else:
-            self.shelf.put_verified(copy)
+            self.staging.put_verified(copy)
             self.report(lambda c, now: c.verified(self.name, thread.round, thread.number, now))
 
     # --- the replica ------------------------------------------------------------------------------
@@ -258,7 +259,7 @@ class ModelReceiver(Peer):
             self.is_attended = True
             self.report(lambda c, now: c.attended(self.name, now))
         if self.loading is None and not self.is_pinned:
-            self.loading = self.shelf.take(self.serving)
+            self.loading = self.staging.take(self.serving)
 
     def load(self, is_ok: bool) -> None:
         """The engine reads the copy that was taken: all of one version, and newer than what it has."""
@@ -267,13 +268,13 @@ class ModelReceiver(Peer):
         assert found == {number % 256}, f"{self.name} loads {found} as version {number}"
         assert number > self.serving, f"{self.name} goes from {self.serving} to {number}"
         self.loading = None
-        self.shelf.finish_load(number, is_ok)
+        self.staging.finish_load(number, is_ok)
         self.serving = number if is_ok else UNLOADED
         self.report(lambda c, now: c.loaded(self.name, number, is_ok, "" if is_ok else "broken", now))
 
     def restart_replica(self) -> None:
         self.loading, self.serving = None, UNLOADED
-        self.shelf.untake()
+        self.staging.release_copies()
         self.report(lambda c, now: c.restarted(self.name, UNLOADED, now))
 
     def tell(self, what: str) -> None:
@@ -292,9 +293,9 @@ class ModelPublisher(Peer):
         self.began: dict[int, float] = {}
 
     def introduce(self, coordination: Coordination, now: float) -> bool:
-        seat = PublisherSeat(self.incarnation, GLOO, "127.0.0.1", 1, now, born=self.born)
+        publisher = PublisherInfo(self.incarnation, GLOO, "127.0.0.1", 1, now, born=self.born)
         current = PolicyVersion(self.number, self.number) if self.number else None
-        return coordination.publisher_hello(seat, current, now)
+        return coordination.publisher_hello(publisher, current, now)
 
     def publish(self, number: int) -> None:
         self.number = number

@@ -22,7 +22,7 @@ from weight_sync.memory.manifest import ANY_VERSION, Bucket, Manifest, TensorSpe
 
 MAPS = b"\xdd" + struct.pack(">I", 1 << 20) + b"\x80" * (1 << 20)
 """An array of a million empty maps: 72 MB once read."""
-SEAT = {"abilities": ["gloo"], "store_host": "127.0.0.1", "store_port": 9}
+PUBLISHER_INFO = {"abilities": ["gloo"], "store_host": "127.0.0.1", "store_port": 9}
 
 
 def manifest_of(num_bytes: int, number: int = 1) -> Manifest:
@@ -85,12 +85,12 @@ def test_the_publisher_reserves_nothing_that_the_model_does_not_take(
 
 def test_a_false_publishers_manifest_is_refused_by_the_coordinator(cluster: Cluster) -> None:
     false = Client(ThreadRuntime(), cluster.coordinator.address)
-    seat = SEAT | {"name": "publisher", "incarnation": "false", "born": 0}
+    info = PUBLISHER_INFO | {"name": "publisher", "incarnation": "false", "born": 0}
     for data in (manifest_of(2 << 30).to_bytes(), MAPS):
         with pytest.raises(WireError, match=r"manifest|takes up to"):
-            false.call("hello", [data], deadline_s=30.0, **seat)
+            false.call("hello", [data], deadline_s=30.0, **info)
     with pytest.raises((WireError, DeadlineExceeded)):  # over any limit: its connection ends
-        false.call("hello", [bytes(24 << 20)], deadline_s=1.0, **seat)
+        false.call("hello", [bytes(24 << 20)], deadline_s=1.0, **info)
     false.close()
 
 
@@ -100,12 +100,12 @@ def test_a_receiver_takes_no_room_for_a_version_that_the_model_does_not_take(fol
         receiver = cluster.start("receiver.0")
         cluster.wait_for_members("receiver.0")
         weights = [("w", torch.zeros(SPARE_BYTES + (1 << 20), dtype=torch.uint8))]
-        assert cluster.handoff().publish(PolicyVersion(1, 0), weights)
+        assert cluster.publisher_client().publish(PolicyVersion(1, 0), weights)
         assert take(receiver, wait_s=5.0) is None
         wait_until(lambda: bool(receiver.status().counters.get("refused_orders")), "the refusal")
         assert not list(SHM_DIR.glob(f"{cluster.shm_prefix}receiver*"))
 
 
 def test_after_all_that_a_version_arrives(cluster: Cluster) -> None:
-    assert cluster.handoff().publish(PolicyVersion(1, 0), model(1))
+    assert cluster.publisher_client().publish(PolicyVersion(1, 0), model(1))
     assert load(cluster.children["receiver.0"]).number == 1

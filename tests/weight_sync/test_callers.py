@@ -13,7 +13,7 @@ from asyncrl.core.errors import WireError
 from asyncrl.core.files.sync_records import BlameRecord, LoadFailureRecord
 from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
-from tests.weight_sync.protocol.test_protocol_peer import CARD, TIMING, WAIT_S
+from tests.weight_sync.protocol.test_protocol_peer import INFO, TIMING, WAIT_S
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import JOURNAL_FILE, MAX_BYTES, Journal
 from weight_sync.protocol.messages import MAX_ABILITIES, MAX_TEXT
@@ -60,22 +60,22 @@ def test_a_peer_whose_name_or_abilities_are_none_is_refused_and_not_remembered(
     client: Client, changes: dict[str, Any]
 ) -> None:
     with pytest.raises(WireError):
-        client.call("hello", deadline_s=30.0, **{**CARD, **WHO, "seq": 1, **changes})
+        client.call("hello", deadline_s=30.0, **{**INFO, **WHO, "seq": 1, **changes})
     assert client.call("status", deadline_s=30.0).args["members"] == {}
-    assert client.call("hello", deadline_s=30.0, **CARD, **WHO).args["welcome"]
+    assert client.call("hello", deadline_s=30.0, **INFO, **WHO).args["welcome"]
 
 
 @pytest.mark.parametrize("name", ["serving", "staged", "attended", "pinned", "store_host", "store_port"])
 def test_a_hello_that_leaves_out_what_counts_is_refused(client: Client, name: str) -> None:
     is_seat = name in SEAT
-    said = SEAT | {"name": "publisher", "incarnation": "1"} if is_seat else {**CARD, **WHO}
+    said = SEAT | {"name": "publisher", "incarnation": "1"} if is_seat else {**INFO, **WHO}
     with pytest.raises(WireError, match=f"the field '{name}' is missing"):
         client.call("hello", deadline_s=30.0, **{key: value for key, value in said.items() if key != name})
     assert client.call("hello", deadline_s=30.0, **said).args["welcome"]
 
 
 def test_a_reason_that_a_peer_reports_is_cut(client: Client, tmp_path: Path) -> None:
-    client.call("hello", deadline_s=30.0, **CARD, **WHO)
+    client.call("hello", deadline_s=30.0, **INFO, **WHO)
     fields = {"number": 1, "ok": False, "error": "e" * 100_000}
     client.call("report", deadline_s=30.0, **WHO, event="loaded", fields=fields)
     with pytest.raises(WireError, match="which is unknown here"):

@@ -10,7 +10,7 @@ from tests.runtimes import CountingRuntime
 from tests.threads import in_thread
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.memory.pool import SegmentPool
-from weight_sync.memory.shelf import Shelf
+from weight_sync.memory.staging_area import StagingArea
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
 from weight_sync.publisher import Endpoint, PublisherService
@@ -34,9 +34,9 @@ def test_idle_services_wake_for_their_polls_and_their_guards_alone(tmp_path: Pat
     pool = SegmentPool(f"{prefix}publisher-", "1")
     endpoint = Endpoint("127.0.0.1", 1, ("gloo",))
     publisher = PublisherService(address, "1", pool, endpoint, make_transport, publishers)
-    shelf = Shelf(f"{prefix}receiver.0-", "1")
+    staging = StagingArea(f"{prefix}receiver.0-", "1")
     receiver = ReceiverService(
-        address, "receiver.0", "1", shelf, ("gloo",), make_transport, receivers, lost_s=4.0
+        address, "receiver.0", "1", staging, ("gloo",), make_transport, receivers, lost_s=4.0
     )
     with in_thread(coordinator.run), in_thread(publisher.run), in_thread(receiver.run):
         end = time.monotonic() + WAIT_S

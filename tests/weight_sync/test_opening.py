@@ -1,4 +1,4 @@
-"""The learner opens its handoff while the publisher is replaced."""
+"""The learner opens its publisher_client while the publisher is replaced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from asyncrl.core.errors import WireError
 from asyncrl.core.rpc import Request, Server
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
-from weight_sync.handoff import Handoff
+from weight_sync.publisher_client import PublisherClient
 
 WAIT_S = 60.0
 
@@ -53,7 +53,7 @@ def serving(address: str, publisher: Publisher) -> Iterator[None]:
 def test_a_learner_whose_publisher_dies_as_it_opens_opens_at_the_successor(tmp_path: Path) -> None:
     address, opened = f"ipc://{tmp_path}/publisher", []
     opening = threading.Thread(
-        target=lambda: opened.append(Handoff(ThreadRuntime(), address, "x-", 1 << 20, token=3))
+        target=lambda: opened.append(PublisherClient(ThreadRuntime(), address, "x-", 1 << 20, token=3))
     )
     dying, successor = Publisher(answers=False), Publisher(answers=True)
     with serving(address, dying):
@@ -61,14 +61,16 @@ def test_a_learner_whose_publisher_dies_as_it_opens_opens_at_the_successor(tmp_p
         assert dying.has_heard.wait(WAIT_S)
     with serving(address, successor):
         opening.join(WAIT_S)
-    (handoff,) = opened
+    (publisher_client,) = opened
     assert (dying.tokens, successor.tokens) == ([3], [3])
-    handoff.close()
+    publisher_client.close()
 
 
 def test_a_segment_of_another_run_is_not_written_to(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/publisher"
     with serving(address, Publisher(answers=True)):
-        with contextlib.closing(Handoff(ThreadRuntime(), address, "x-", 1 << 20, token=3)) as handoff:
+        with contextlib.closing(
+            PublisherClient(ThreadRuntime(), address, "x-", 1 << 20, token=3)
+        ) as publisher_client:
             with pytest.raises(WireError, match="foreign-1, which is not a segment of this run"):
-                handoff.has_room()
+                publisher_client.has_room()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from weight_sync.protocol.copies import Copies
+from weight_sync.protocol.slots import Copies
 
 
 @dataclass(frozen=True)
@@ -92,5 +92,5 @@ def test_what_is_given_up_makes_room_where_a_newer_one_is_here(
     copies.take(serving=0)
     commit(copies, 5)
     assert copies.has(Version(4)) and not copies.has(Version(3))
-    copies.untake()
+    copies.release_copies()
     assert (given_back, copies.committed_number) == ([3, 4], 5)

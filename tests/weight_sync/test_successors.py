@@ -24,7 +24,7 @@ from tests.weight_sync.protocol.test_protocol_machine import EVERYONE, ProtocolM
 from tests.weight_sync.protocol.world import TIMING
 from tests.weight_sync.sides import ModelReceiver, Peer, manifest_of
 from weight_sync.coordination.coordinator import CoordinatorService
-from weight_sync.liaison import MAX_TRIES, Introduction, Liaison, _Report
+from weight_sync.coordinator_session import MAX_TRIES, CoordinatorSession, Introduction, _Report
 from weight_sync.memory import segments
 from weight_sync.protocol.messages import Attended
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
@@ -87,7 +87,7 @@ def play(num_things: int, order: tuple[str, ...], times: int, is_prompt: bool) -
         return True
     finally:
         for receiver in machine.receivers.values():
-            receiver.shelf.close()
+            receiver.staging.close()
         segments.unlink_all(machine.prefix)
 
 
@@ -109,8 +109,8 @@ def test_wherever_a_coordinator_dies_its_successor_waits_for_no_deadline(
 class Caller:
     """Speaks as a peer does: polls over one connection, says hello and reports over another."""
 
-    def __init__(self, address: str, name: str, card: dict[str, Any], frames: tuple[bytes, ...] = ()) -> None:
-        self._address, self._card, self._frames, self._token = address, card, frames, 0
+    def __init__(self, address: str, name: str, info: dict[str, Any], frames: tuple[bytes, ...] = ()) -> None:
+        self._address, self._info, self._frames, self._token = address, info, frames, 0
         self._who = {"name": name, "incarnation": f"{name}#1"}
         self._polls, self._reports = Client(ThreadRuntime(), address), Client(ThreadRuntime(), address)
 
@@ -122,7 +122,7 @@ class Caller:
         )
 
     def say_hello(self) -> None:
-        args = {**self._who, **self._card, "born": 1, "token": self._token}
+        args = {**self._who, **self._info, "born": 1, "token": self._token}
         self._token = self._reports.call("hello", self._frames, WAIT_S, **args).args["token"]
 
     def report(self, event: str, **fields: Any) -> None:
@@ -194,15 +194,15 @@ def test_a_poll_for_orders_of_a_dead_coordinator_takes_none_of_its_successor_awa
 
 
 @contextmanager
-def silent_liaison(address: str, heard: list[str]) -> Iterator[Liaison]:
-    """A receiver's liaison whose threads do not run: the test does one thing after another."""
-    card = {"abilities": ["gloo"], "serving": 0, "staged": 0, **FLAGS}
-    made = Liaison(
+def silent_liaison(address: str, heard: list[str]) -> Iterator[CoordinatorSession]:
+    """A receiver's session whose threads do not run: the test does one thing after another."""
+    info = {"abilities": ["gloo"], "serving": 0, "staged": 0, **FLAGS}
+    made = CoordinatorSession(
         ThreadRuntime(),
         address,
         "receiver.0",
         "1",
-        lambda: Introduction(card),
+        lambda: Introduction(info),
         lambda order, _: heard.append(order.kind),
     )
     try:
@@ -216,9 +216,9 @@ def test_a_report_that_finds_a_new_coordinator_is_taken_after_one_hello(tmp_path
     """If it is not, a second hello follows, which ends the round that the first one has begun."""
     address = f"ipc://{tmp_path}/c"
     heard: list[str] = []
-    with coordinator(7, address), silent_liaison(address, heard) as liaison:
-        assert liaison._try_report(_Report(Attended(), (), 1))
-        assert not heard and not liaison._must_say_hello.is_set()
+    with coordinator(7, address), silent_liaison(address, heard) as session:
+        assert session._try_report(_Report(Attended(), (), 1))
+        assert not heard and not session._must_say_hello.is_set()
 
 
 @contextmanager
@@ -246,31 +246,31 @@ def test_who_is_told_that_it_is_unknown_says_no_hello_if_its_other_thread_has_do
 ) -> None:
     """A second hello would end the round that the first one has begun."""
     address = f"ipc://{tmp_path}/c"
-    with silent_liaison(address, []) as liaison:
+    with silent_liaison(address, []) as session:
 
         def answer(op: str) -> dict[str, Any]:
             if op == "hello":
                 return {"poll_s": 0.1, "welcome": True}
-            is_known = liaison._session > 1
-            liaison._session = 2  # the other thread says hello while this answer is on its way
+            is_known = session._session > 1
+            session._session = 2  # the other thread says hello while this answer is on its way
             if is_known:
-                liaison._stop.set()
-                liaison._reports.put(None)
+                session._stop.set()
+                session._reports.put(None)
             return {"known": is_known, "orders": [], "fenced": False}
 
         with answering(address, answer) as asked:
-            liaison._follow_orders()
+            session._follow_orders()
         assert asked == ["hello", "next_order", "next_order"]
 
 
 class PassingLock:
     """The other thread says hello while this one waits for the lock."""
 
-    def __init__(self, liaison: Liaison) -> None:
-        self._liaison = liaison
+    def __init__(self, session: CoordinatorSession) -> None:
+        self._session = session
 
     def __enter__(self) -> None:
-        self._liaison._session += 1
+        self._session._session += 1
 
     def __exit__(self, *error: object) -> None:
         return
@@ -278,26 +278,26 @@ class PassingLock:
 
 def test_who_has_waited_for_the_hello_of_its_other_thread_says_no_second_one(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/c"
-    with silent_liaison(address, []) as liaison:
-        liaison._hello_lock = PassingLock(liaison)  # type: ignore[assignment]
-        with answering(address, lambda op: {"known": liaison._session > 0}) as asked:
-            assert liaison._try_report(_Report(Attended(), (), 1))
+    with silent_liaison(address, []) as session:
+        session._hello_lock = PassingLock(session)  # type: ignore[assignment]
+        with answering(address, lambda op: {"known": session._session > 0}) as asked:
+            assert session._try_report(_Report(Attended(), (), 1))
         assert asked == ["report", "report"]
 
 
 def test_a_hello_with_an_answer_that_cannot_be_read_is_said_again(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/c"
-    with silent_liaison(address, []) as liaison, answering(address, lambda op: {}):
-        liaison._must_say_hello.set()
+    with silent_liaison(address, []) as session, answering(address, lambda op: {}):
+        session._must_say_hello.set()
         with pytest.raises(WireError):
-            liaison._say_hello(liaison._reports_client, 0)
-        assert liaison._must_say_hello.is_set()
+            session._say_hello(session._reports_client, 0)
+        assert session._must_say_hello.is_set()
 
 
 def test_reports_go_on_after_one_that_found_no_descriptor_left(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/c"
-    with silent_liaison(address, []) as liaison:
-        introduce, failures = liaison._introduce, [OSError(24, "Too many open files")] * MAX_TRIES
+    with silent_liaison(address, []) as session:
+        introduce, failures = session._introduce, [OSError(24, "Too many open files")] * MAX_TRIES
 
         def introduce_later() -> Introduction:
             if failures:
@@ -305,33 +305,33 @@ def test_reports_go_on_after_one_that_found_no_descriptor_left(tmp_path: Path) -
             return introduce()
 
         def answer(op: str) -> dict[str, Any]:
-            is_known = liaison._session > 0
+            is_known = session._session > 0
             if op == "report" and is_known:
-                liaison._stop.set()
-                liaison._reports.put(None)
+                session._stop.set()
+                session._reports.put(None)
             return {"known": is_known} if op == "report" else {"poll_s": 0.1, "welcome": True}
 
-        liaison._introduce = introduce_later
-        liaison.report(Attended())
-        liaison.report(Attended())
+        session._introduce = introduce_later
+        session.report(Attended())
+        session.report(Attended())
         with answering(address, answer) as asked:
-            liaison._send_reports()
-        assert liaison.counters["lost_reports"] == 1 and not failures
+            session._send_reports()
+        assert session.counters["lost_reports"] == 1 and not failures
         assert asked == ["report"] * (MAX_TRIES + 1) + ["hello", "report"]
 
 
 def test_a_report_that_is_refused_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     address = f"ipc://{tmp_path}/c"
-    with silent_liaison(address, []) as liaison:
+    with silent_liaison(address, []) as session:
 
         def refuse(op: str) -> dict[str, Any]:
-            liaison._stop.set()  # so that nobody waits for the next try
+            session._stop.set()  # so that nobody waits for the next try
             raise WireError("a version of other tensors")
 
         with answering(address, refuse):
-            assert not liaison._try_report(_Report(Attended(), (), 1))
+            assert not session._try_report(_Report(Attended(), (), 1))
     assert "refused the report 'attended': a version of other tensors" in caplog.text
-    assert liaison.counters["coordinator_unreachable"] == 0
+    assert session.counters["coordinator_unreachable"] == 0
 
 
 def test_a_connection_that_cannot_be_made_anew_leaves_the_one_there_is(
@@ -340,15 +340,15 @@ def test_a_connection_that_cannot_be_made_anew_leaves_the_one_there_is(
     def fail(*arguments: object) -> Client:
         raise OSError(24, "Too many open files")
 
-    with silent_liaison(f"ipc://{tmp_path}/c", []) as liaison, monkeypatch.context() as patched:
-        patched.setattr("weight_sync.liaison.Client", fail)
-        assert liaison._connect_anew(liaison._orders_client) is liaison._orders_client
+    with silent_liaison(f"ipc://{tmp_path}/c", []) as session, monkeypatch.context() as patched:
+        patched.setattr("weight_sync.coordinator_session.Client", fail)
+        assert session._connect_anew(session._orders_client) is session._orders_client
 
 
 @pytest.mark.long
 def test_a_hello_that_nobody_answered_is_said_again(tmp_path: Path) -> None:
-    with silent_liaison(f"ipc://{tmp_path}/nobody", []) as liaison:
-        liaison._must_say_hello.set()
+    with silent_liaison(f"ipc://{tmp_path}/nobody", []) as session:
+        session._must_say_hello.set()
         with pytest.raises(AsyncrlError):
-            liaison._say_hello(liaison._reports_client, 0)
-        assert liaison._must_say_hello.is_set()
+            session._say_hello(session._reports_client, 0)
+        assert session._must_say_hello.is_set()

@@ -47,7 +47,7 @@ class Transport(Protocol):
 
         Raises:
             DeadlineExceeded: Not all came until `until`.
-            SyncError: The meeting failed otherwise.
+            SyncError: The rendezvous failed otherwise.
         """
 
     def start(self, bucket: torch.Tensor, until: float) -> Broadcast:

@@ -18,7 +18,7 @@ from torch.distributed import BroadcastOptions, DistError, ProcessGroupGloo, Sto
 from asyncrl.core.errors import DeadlineExceeded, SyncError
 from asyncrl.core.runtime.clock import Clock
 from weight_sync.backends.contract import Group
-from weight_sync.backends.meeting import connect_store, own_address
+from weight_sync.backends.rendezvous import connect_store, own_address
 from weight_sync.backends.sealed import SealedStore
 
 LOOPBACK = "127.0.0.1"
@@ -34,7 +34,7 @@ class GlooTransport:
         self._clock = clock
         self._secret = secret
         self._store = store
-        self._meeting: SealedStore | None = None
+        self._rendezvous: SealedStore | None = None
         self._process_group: Any = None  # a ProcessGroupGloo, whose type stub lacks most of it
         self._is_aborted = False
 
@@ -42,8 +42,8 @@ class GlooTransport:
         left = self._left(until, "form a group")
         try:
             store = connect_store(self._store, group.store_host, group.store_port, left)
-            self._meeting = SealedStore(store, self._secret, group.membership)
-            self._process_group = _connect(self._meeting, group, left)
+            self._rendezvous = SealedStore(store, self._secret, group.membership)
+            self._process_group = _connect(self._rendezvous, group, left)
         except _FAILURES as error:
             raise _explain(
                 error, self._clock.now(), until, f"membership {group.membership} did not form"

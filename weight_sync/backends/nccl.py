@@ -27,7 +27,7 @@ from torch.distributed import TCPStore
 from asyncrl.core.errors import DeadlineExceeded, SyncError
 from asyncrl.core.runtime.clock import Clock
 from weight_sync.backends.contract import Group
-from weight_sync.backends.meeting import connect_store, meet
+from weight_sync.backends.rendezvous import connect_store, meet
 from weight_sync.backends.sealed import SealedStore
 
 WATCHDOG_OFF = {
@@ -161,9 +161,9 @@ class ProcessGroupCommunicator:
         options = process_group_class.Options()
         options._timeout = timeout
         own_store = connect_store(store, group.store_host, group.store_port, timeout)
-        self._meeting = SealedStore(own_store, secret, group.membership)
-        meet(self._meeting, group.rank, group.world, timeout)
-        self._process_group = process_group_class(self._meeting, group.rank, group.world, options)
+        self._rendezvous = SealedStore(own_store, secret, group.membership)
+        meet(self._rendezvous, group.rank, group.world, timeout)
+        self._process_group = process_group_class(self._rendezvous, group.rank, group.world, options)
         self._rank = group.rank
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TypeVar
 
 from asyncrl.core.errors import WireError
-from weight_sync.protocol.members import Card, PublisherSeat
+from weight_sync.protocol.members import MemberInfo, PublisherInfo
 from weight_sync.protocol.messages import Hello
 
 T = TypeVar("T")
 
 
-def seat_of(hello: Hello, now: float) -> PublisherSeat:
+def seat_of(hello: Hello, now: float) -> PublisherInfo:
     """Return the publisher that says hello. Raises WireError if it leaves out where receivers meet it."""
-    return PublisherSeat(
+    return PublisherInfo(
         hello.incarnation,
         frozenset(hello.abilities),
         _said("store_host", hello.store_host),
@@ -23,9 +23,9 @@ def seat_of(hello: Hello, now: float) -> PublisherSeat:
     )
 
 
-def card_of(hello: Hello) -> Card:
+def member_info_of(hello: Hello) -> MemberInfo:
     """Return what a receiver says of itself. Raises WireError if it leaves out what it holds."""
-    return Card(
+    return MemberInfo(
         hello.name,
         hello.incarnation,
         frozenset(hello.abilities),

@@ -37,10 +37,10 @@ from asyncrl.core.sockets.keys import ServerKeys
 from asyncrl.core.staleness import PolicyVersion
 from asyncrl.core.states import ServiceState
 from weight_sync.bounds import limits_of
-from weight_sync.coordination.callers import card_of, seat_of
+from weight_sync.coordination.callers import member_info_of, seat_of
 from weight_sync.coordination.journal import Journal
-from weight_sync.coordination.mail import KnownVersion, Mailbox, ReportLog, fill, forget_versions
-from weight_sync.coordination.picture import picture_members, picture_obstacles, picture_rounds
+from weight_sync.coordination.order_queue import KnownVersion, OrderQueue, ReportLog, fill, forget_versions
+from weight_sync.coordination.status_snapshot import picture_members, picture_obstacles, picture_rounds
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.protocol import messages as wire
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
@@ -78,7 +78,7 @@ class CoordinatorService:
         self._journal = Journal(
             run_dir, coordination.token, fences=coordination.fences, wall_ns=runtime.wall_ns
         )
-        self._mail: dict[str, Mailbox] = {}
+        self._order_queues: dict[str, OrderQueue] = {}
         self._outdated: list[tuple[Request, str, bool]] = []
         self._reports, self._hellos = ReportLog(), ReportLog()
         self._versions: dict[int, KnownVersion] = {}
@@ -111,7 +111,7 @@ class CoordinatorService:
         raise unknown_command("the coordinator", command)
 
     def handle(self, request: Request) -> None:
-        """Take one request; see `liaison.py` for the other side. `end_turn` answers what it leads to."""
+        """Take one request; see `session.py` for the other side. `end_turn` answers what it leads to."""
         self._ops.handle(request)
 
     def _add(self, operation: Operation[P, A], do: Callable[[Request, P], A | None]) -> None:
@@ -135,10 +135,10 @@ class CoordinatorService:
         if not self._newer_token:
             self._coordination.tick(self._clock.now())
         self.end_turn()
-        for name, box in self._mail.items():
+        for name, box in self._order_queues.items():
             if box.parked is not None and self._clock.now() >= box.parked_until:
                 self._answer(name, box)
-        parked = (box.parked_until for box in self._mail.values() if box.parked is not None)
+        parked = (box.parked_until for box in self._order_queues.values() if box.parked is not None)
         self._poll_ends = min(parked, default=math.inf)
         self._tell()
 
@@ -156,22 +156,22 @@ class CoordinatorService:
     def _welcome(self, request: Request, asked: wire.Hello) -> wire.Welcome:
         name, incarnation = asked.name, asked.incarnation
         if asked.seq and not self._hellos.is_new(name, incarnation, asked.seq):
-            # It was read behind a later one, and its card is old: a member would be thought to serve nothing.
+            # It was read behind a later one, and its info is old: a member would be thought to serve nothing.
             return self._answer_hello(is_welcome=True)
         if asked.told is not None and asked.told < self._reports.newest(name, incarnation):
-            # A report that was made after its card was read before it: the card would undo what that said.
+            # A report that was made after its info was read before it: the info would undo what that said.
             return self._answer_hello(is_welcome=True, is_outdated=True)
         now = self._clock.now()
         is_welcome = (
             self._coordination.publisher_hello(seat_of(asked, now), self._take_manifest(request), now)
             if name == PUBLISHER
-            else self._coordination.hello(card_of(asked), now)
+            else self._coordination.hello(member_info_of(asked), now)
         )
         if is_welcome:
-            box = self._mail.get(name)
+            box = self._order_queues.get(name)
             if box is not None and box.parked is not None:
                 self._outdated.append((box.parked, name, box.incarnation == incarnation))
-            self._mail[name] = Mailbox.opened(incarnation, self._coordination.token, box)
+            self._order_queues[name] = OrderQueue.opened(incarnation, self._coordination.token, box)
         log.info("hello %s %s", name, "" if is_welcome else "(refused)")
         return self._answer_hello(is_welcome=is_welcome)
 
@@ -190,7 +190,7 @@ class CoordinatorService:
     # --- polls and reports ------------------------------------------------------------------------
 
     def _park(self, request: Request, asked: wire.NextOrder) -> wire.Orders | None:
-        box = self._mail.get(asked.name)
+        box = self._order_queues.get(asked.name)
         if box is None or not self._is_known(asked):
             return wire.Orders(self._coordination.token, known=False)
         box.acknowledge(asked.after)
@@ -274,11 +274,11 @@ class CoordinatorService:
         self._journal.note_fences(self._coordination.fences)  # before anyone is told
         for order in orders:
             fault_point(f"coordinator.{order.kind}", getattr(order.what, "number", None))
-            box = self._mail.get(order.to)
+            box = self._order_queues.get(order.to)
             if box is not None:
                 box.put(order)
         self._answer_outdated()
-        for name, box in self._mail.items():
+        for name, box in self._order_queues.items():
             if box.parked is not None and box.orders:
                 self._answer(name, box)
         for record in self._coordination.take_records():
@@ -294,7 +294,7 @@ class CoordinatorService:
             orders = wire.Orders(self._coordination.token, is_known, (), self._is_fenced(name))
             send_answer(request, Answer(orders))
 
-    def _answer(self, name: str, box: Mailbox) -> None:
+    def _answer(self, name: str, box: OrderQueue) -> None:
         assert box.parked is not None
         request, box.parked = box.parked, None
         orders, frames = fill(box, self._versions) if not self._newer_token else ((), [])

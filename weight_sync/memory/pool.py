@@ -14,8 +14,8 @@ import torch
 from asyncrl.core.errors import FencedError, SegmentGone, SyncError
 from asyncrl.core.staleness import UNLOADED
 from weight_sync.memory import segments
-from weight_sync.memory.legacy import Legacy, LegacyFile
 from weight_sync.memory.manifest import Manifest
+from weight_sync.memory.publisher_state import Legacy, PublisherStateFile
 from weight_sync.protocol.slots import NUM_SLOTS, Slots
 
 NO_TOKEN = -1
@@ -64,22 +64,28 @@ class SegmentPool(Slots[Slot]):
         self._prefix, self._life = prefix, life
         self._serial = 0
         self.token = NO_TOKEN
-        self._legacy = LegacyFile(prefix)
+        self._state_file = PublisherStateFile(prefix)
         self._take_over()
 
     def _take_over(self) -> None:
         """Go on where a publisher that was killed has stopped; remove what else it has left."""
-        legacy = self._legacy.read()
-        kept = {str(self._legacy.path)}
-        if legacy is not None:
-            self.token = legacy.token
-        if legacy is not None and legacy.manifest is not None and legacy.path.startswith(self._base):
+        state_file = self._state_file.read()
+        kept = {str(self._state_file.path)}
+        if state_file is not None:
+            self.token = state_file.token
+        if (
+            state_file is not None
+            and state_file.manifest is not None
+            and state_file.path.startswith(self._base)
+        ):
             with contextlib.suppress(SyncError):  # gone: then nothing is current
-                num_bytes = legacy.manifest.total_bytes
-                bytes_B = torch.frombuffer(segments.attach(legacy.path, num_bytes), dtype=torch.uint8)
-                slot = Slot(legacy.path, NO_TOKEN, num_bytes, manifest=legacy.manifest, bytes_B=bytes_B)
+                num_bytes = state_file.manifest.total_bytes
+                bytes_B = torch.frombuffer(segments.attach(state_file.path, num_bytes), dtype=torch.uint8)
+                slot = Slot(
+                    state_file.path, NO_TOKEN, num_bytes, manifest=state_file.manifest, bytes_B=bytes_B
+                )
                 self._slots[0] = self.current = slot
-                kept.add(legacy.path)
+                kept.add(state_file.path)
         for path in segments.find(self._prefix):
             serial = path.rpartition("-")[2]
             if serial.isdigit():  # names are never used twice, even if the process's number is
@@ -93,7 +99,7 @@ class SegmentPool(Slots[Slot]):
 
     def _leave(self) -> None:
         current = self.current
-        self._legacy.write(
+        self._state_file.write(
             Legacy(self.token, current.path if current else "", current.manifest if current else None)
         )
 
@@ -178,7 +184,7 @@ class SegmentPool(Slots[Slot]):
 
     def close(self) -> None:
         """Unlink everything."""
-        segments.unlink(str(self._legacy.path))
+        segments.unlink(str(self._state_file.path))
         for slot in self._slots:
             if slot.path:
                 segments.unlink(slot.path)

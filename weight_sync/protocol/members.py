@@ -44,7 +44,7 @@ MAX_LONE_ROUNDS = 32
 
 
 @dataclass(frozen=True)
-class Card:
+class MemberInfo:
     """Self-description of a receiver in its hello; 0 stands for no version.
 
     Attributes:
@@ -66,12 +66,12 @@ class Card:
 
 
 @dataclass
-class PublisherSeat:
+class PublisherInfo:
     """The publisher as the coordinator knows it.
 
     Attributes:
         is_missed: It has been blamed for its silence and has not spoken since.
-        born: As in `Card`.
+        born: As in `MemberInfo`.
     """
 
     incarnation: str
@@ -95,7 +95,7 @@ class Member:
         is_attended: A replica has asked for weights, so a commit will be taken up.
         is_unheard: It came back from the dead and its replica has not spoken since: what the hello says
             of it is not believed.
-        base: As in `Card`.
+        base: As in `MemberInfo`.
         staging: Version number in transfer to it.
         staged: Verified version number that waits for its turn to swap.
         swapping: Version number that the engine was told to load.

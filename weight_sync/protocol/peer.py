@@ -14,7 +14,7 @@ from enum import StrEnum
 MAX_REMEMBERED = 256
 
 
-class Hearing(StrEnum):
+class EpochCheck(StrEnum):
     """Verdict on a coordinator's fencing token, against the highest one seen."""
 
     SAME = "SAME"
@@ -22,19 +22,19 @@ class Hearing(StrEnum):
     OLDER = "OLDER"
 
 
-class Allegiance:
+class CoordinatorEpoch:
     """The coordinator that a peer obeys: that with the highest fencing token that it has seen."""
 
     def __init__(self) -> None:
         self.token = 0
 
-    def hear(self, token: int) -> Hearing:
+    def hear(self, token: int) -> EpochCheck:
         """Judge who speaks; one that is newer is obeyed from now on."""
         if token < self.token:
-            return Hearing.OLDER
+            return EpochCheck.OLDER
         is_newer = token > self.token > 0
         self.token = max(self.token, token)
-        return Hearing.NEWER if is_newer else Hearing.SAME
+        return EpochCheck.NEWER if is_newer else EpochCheck.SAME
 
 
 class Pin:
@@ -82,7 +82,7 @@ class Stage(StrEnum):
 _OPEN = (Stage.OFFERED, Stage.MOVING)
 
 
-class Attendance:
+class RoundTracker:
     """The rounds of one peer. Each method says whether, or from where, the round has moved on."""
 
     def __init__(self) -> None:

@@ -3,8 +3,8 @@
 Owns what becomes of each event; events come in through methods, orders go out through `take_orders`. What
 follows from events for the others is worked out when orders are taken or time passes, once for all events
 since: a thousand reports that come together cost one look at a thousand members, not a thousand.
-Each part keeps its own promises: `members` the states, `conduct` the rounds, `judgement` the blame,
-`permits` the swaps; `peer` is the other side. Events may come twice, late, or of a peer that is gone.
+Each part keeps its own promises: `members` the states, `rounds` the rounds, `attribution` the blame,
+`swap_scheduler` the swaps; `peer` is the other side. Events may come twice, late, or of a peer that is gone.
 Invariants: a member that missed a deadline is fenced until it has caught up; numbers only rise.
 """
 
@@ -16,11 +16,9 @@ from collections.abc import Mapping
 
 from asyncrl.core.files.sync_records import Record
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
-from weight_sync.protocol.conduct import Conduct
-from weight_sync.protocol.floor import PUBLISHER, Floor
-from weight_sync.protocol.members import Card, Member, MemberState, PublisherSeat
+from weight_sync.protocol.members import Member, MemberInfo, MemberState, PublisherInfo
 from weight_sync.protocol.messages import Withdraw
-from weight_sync.protocol.permits import Permits
+from weight_sync.protocol.round_manager import RoundManager
 from weight_sync.protocol.rounds import (
     DIGEST,
     SILENT,
@@ -33,6 +31,8 @@ from weight_sync.protocol.rounds import (
     Sender,
     Timing,
 )
+from weight_sync.protocol.state import PUBLISHER, CoordinationState
+from weight_sync.protocol.swap_scheduler import SwapScheduler
 
 __all__ = ["PUBLISHER", "Coordination"]
 
@@ -59,9 +59,9 @@ class Coordination:
         uses_delta: bool = False,
         fences: Mapping[str, int] | None = None,
     ) -> None:
-        self._floor = Floor(timing, parallelism, backend, token, uses_delta)
-        self._conduct = Conduct(self._floor)
-        self._permits = Permits(self._floor)
+        self._state = CoordinationState(timing, parallelism, backend, token, uses_delta)
+        self._rounds = RoundManager(self._state)
+        self._swap_scheduler = SwapScheduler(self._state)
         self._ticked: float | None = None
         self._changed_at: float | None = None
         self._due_at = math.inf
@@ -69,15 +69,15 @@ class Coordination:
 
     @property
     def timing(self) -> Timing:
-        return self._floor.timing
+        return self._state.timing
 
     @property
     def token(self) -> int:
-        return self._floor.token
+        return self._state.token
 
     @property
     def members(self) -> dict[str, Member]:
-        return self._floor.members
+        return self._state.members
 
     @property
     def fences(self) -> dict[str, int]:
@@ -86,80 +86,80 @@ class Coordination:
         return {**self._inherited_fences, **own}
 
     @property
-    def publisher(self) -> PublisherSeat | None:
-        return self._floor.publisher
+    def publisher(self) -> PublisherInfo | None:
+        return self._state.publisher
 
     @property
     def current(self) -> PolicyVersion | None:
-        return self._floor.current
+        return self._state.current
 
     @property
     def counters(self) -> Counter[str]:
-        return self._floor.counters
+        return self._state.counters
 
     @property
     def culprit(self) -> str:
         """The last peer that was blamed, and why."""
-        return self._floor.culprit
+        return self._state.culprit
 
     @property
     def rounds(self) -> list[Round]:
         """The rounds under way, at most one per lane."""
-        return list(self._conduct.active.values())
+        return list(self._rounds.active.values())
 
     @property
     def round(self) -> Round | None:
         """The round of most members, or another one if there is none."""
-        return self._conduct.active.get(Lane.MAIN) or next(iter(self._conduct.active.values()), None)
+        return self._rounds.active.get(Lane.MAIN) or next(iter(self._rounds.active.values()), None)
 
     @property
     def last_round_s(self) -> float | None:
-        return self._conduct.last_round_s
+        return self._rounds.last_round_s
 
     def take_orders(self) -> list[Order]:
         """Return the orders since the last call, oldest first, those of the last events among them."""
         self._settle()
-        return self._floor.take_orders()
+        return self._state.take_orders()
 
     def take_records(self) -> list[Record]:
         """Return what is to be logged and journalled since the last call, oldest first."""
         self._settle()
-        return self._floor.take_records()
+        return self._state.take_records()
 
     # --- membership -------------------------------------------------------------------------------
 
-    def hello(self, card: Card, now: float) -> bool:
+    def hello(self, info: MemberInfo, now: float) -> bool:
         """A receiver joins, or joins again; it gets the newest version in the next round.
 
         Returns:
             False if it must not: it has retired, or a newer process lives under its name.
         """
-        known = self.members.get(card.name)
-        if known is not None and self._is_usurped(known, card, now):
+        known = self.members.get(info.name)
+        if known is not None and self._is_usurped(known, info, now):
             self.counters["refused_hellos"] += 1
             return False
         if known is not None:
-            self._conduct.leave(known, now)
-        self._floor.forget_orders(card.name)
-        if known is not None and known.incarnation == card.incarnation:
+            self._rounds.leave(known, now)
+        self._state.forget_orders(info.name)
+        if known is not None and known.incarnation == info.incarnation:
             known.forget_progress()
             self._raise(known)
         else:
-            inherited = self._inherited_fences.pop(card.name, None)
+            inherited = self._inherited_fences.pop(info.name, None)
             fence = known.fenced_until if known is not None else inherited
-            known = Member(card.name, card.incarnation, card.abilities, now, fenced_until=fence)
-            self.members[card.name] = known
-            self._permits.forget(card.name)
-            self._conduct.forget(card.name)
-        self._take_card(known, card, now)
+            known = Member(info.name, info.incarnation, info.abilities, now, fenced_until=fence)
+            self.members[info.name] = known
+            self._swap_scheduler.forget(info.name)
+            self._rounds.forget(info.name)
+        self._take_info(known, info, now)
         self._note_change(now)
         return True
 
-    def _is_usurped(self, known: Member, card: Card, now: float) -> bool:
-        if known.incarnation == card.incarnation:
+    def _is_usurped(self, known: Member, info: MemberInfo, now: float) -> bool:
+        if known.incarnation == info.incarnation:
             return known.state is MemberState.RETIRED
-        is_alive = known.is_listening and not self._floor.is_silent(known.last_seen, now)
-        return is_alive and card.born < known.born
+        is_alive = known.is_listening and not self._state.is_silent(known.last_seen, now)
+        return is_alive and info.born < known.born
 
     def _raise(self, member: Member) -> None:
         """Take a member back that was thought dead; its replica must speak before it counts.
@@ -170,36 +170,36 @@ class Coordination:
             member.move(MemberState.SYNCING)
             member.is_unheard = True
         if member.is_unheard:
-            self._floor.order(member.name, Withdraw())
+            self._state.order(member.name, Withdraw())
 
-    def _take_card(self, member: Member, card: Card, now: float) -> None:
-        member.serving, member.last_seen, member.born = card.serving, now, card.born
-        member.is_attended = card.is_attended and not member.is_unheard
-        member.is_pinned, member.base = card.is_pinned, card.base
-        if card.is_draining and member.is_listening:
+    def _take_info(self, member: Member, info: MemberInfo, now: float) -> None:
+        member.serving, member.last_seen, member.born = info.serving, now, info.born
+        member.is_attended = info.is_attended and not member.is_unheard
+        member.is_pinned, member.base = info.is_pinned, info.base
+        if info.is_draining and member.is_listening:
             member.move(MemberState.DRAINING)
-        if card.staged > card.serving:
-            self._permits.ask(member, card.staged)
+        if info.staged > info.serving:
+            self._swap_scheduler.ask(member, info.staged)
         member.catch_up()
 
-    def publisher_hello(self, seat: PublisherSeat, current: PolicyVersion | None, now: float) -> bool:
+    def publisher_hello(self, publisher: PublisherInfo, current: PolicyVersion | None, now: float) -> bool:
         """The publisher joins, or joins again; it has given up all rounds and groups.
 
         Returns:
             False if it must not: a newer publisher lives.
         """
         known = self.publisher
-        is_same = known is not None and known.incarnation == seat.incarnation
-        is_older = known is not None and not is_same and seat.born < known.born
+        is_same = known is not None and known.incarnation == publisher.incarnation
+        is_older = known is not None and not is_same and publisher.born < known.born
         if is_older and known is not None and now - known.last_seen < self.timing.dead_s:
             self.counters["refused_hellos"] += 1
             return False
-        self._floor.forget_orders(PUBLISHER)
-        self._floor.publisher = seat
+        self._state.forget_orders(PUBLISHER)
+        self._state.publisher = publisher
         if not is_same:
-            self._floor.current = None
+            self._state.current = None
         cause = "another process has taken its place" if known is not None and not is_same else ""
-        self._conduct.leave_publisher(cause, now)
+        self._rounds.leave_publisher(cause, now)
         if current is not None:
             self.published(current, now)
         self._note_change(now)
@@ -209,11 +209,11 @@ class Coordination:
         """Note that a peer spoke; False means that it must say hello first."""
         self._forgive(now)
         if name == PUBLISHER:
-            seat = self.publisher
-            if seat is None or seat.incarnation != incarnation:
+            publisher = self.publisher
+            if publisher is None or publisher.incarnation != incarnation:
                 return False
-            self._note_return(seat.last_seen, now)
-            seat.last_seen, seat.is_missed = now, False
+            self._note_return(publisher.last_seen, now)
+            publisher.last_seen, publisher.is_missed = now, False
             return True
         member = self.members.get(name)
         if member is None or member.incarnation != incarnation or not member.is_listening:
@@ -228,7 +228,7 @@ class Coordination:
         """Give the member nothing new from now on."""
         member = self.members[name]
         if member.is_listening:
-            self._conduct.leave(member, now, is_gone=False)
+            self._rounds.leave(member, now, is_gone=False)
             member.move(MemberState.DRAINING)
         self._note_change(now)
 
@@ -236,24 +236,24 @@ class Coordination:
         """The member leaves for good."""
         member = self.members[name]
         if member.is_listening:
-            self._conduct.leave(member, now)
+            self._rounds.leave(member, now)
             member.move(MemberState.RETIRED)
             member.forget_progress()
-            self._conduct.groups.forget(name)
+            self._rounds.groups.forget(name)
         self._note_change(now)
 
     def publisher_leaves(self, now: float) -> None:
         """The publisher ends in order."""
-        self._floor.publisher = self._floor.current = None
-        self._conduct.leave_publisher("", now)
+        self._state.publisher = self._state.current = None
+        self._rounds.leave_publisher("", now)
         self._note_change(now)
 
     def pin(self, name: str, now: float) -> None:
         """Hold the member at its version; a commit that was not taken up waits."""
         member = self.members[name]
         member.is_pinned = True
-        self._permits.take_back(member)
-        self._conduct.leave(member, now, is_gone=False)
+        self._swap_scheduler.take_back(member)
+        self._rounds.leave(member, now, is_gone=False)
         member.catch_up()
         self._note_change(now)
 
@@ -270,32 +270,32 @@ class Coordination:
         current = self.current
         if current is not None and version.number <= current.number:
             return
-        if version.number < self._floor.newest_number:
+        if version.number < self._state.newest_number:
             self.counters["old_versions"] += 1
             return
         if current is not None and current.number not in self._sent_numbers():
             self.counters["versions_skipped"] += 1
-        self._floor.current, self._floor.newest_number = version, version.number
+        self._state.current, self._state.newest_number = version, version.number
         self.counters["versions_published"] += 1
         self._note_change(now)
 
     def accepted(self, name: str, round_id: int, now: float) -> None:
         """The member has made room for the offer."""
-        round_ = self._conduct.find(round_id)
+        round_ = self._rounds.find(round_id)
         if round_ is not None and round_.parts.get(name) is Part.OFFERED:
-            self._conduct.set_part(round_, name, Part.ACCEPTED)
+            self._rounds.set_part(round_, name, Part.ACCEPTED)
         self._note_change(now)
 
     def verified(self, name: str, round_id: int, number: int, now: float) -> None:
         """The member holds all of version `number` with the right digests."""
-        member, round_ = self.members[name], self._conduct.find(round_id)
+        member, round_ = self.members[name], self._rounds.find(round_id)
         if round_ is not None and round_.parts.get(name) is Part.RECEIVING:
-            self._conduct.set_part(round_, name, Part.VERIFIED)
+            self._rounds.set_part(round_, name, Part.VERIFIED)
             member.last_round_s = now - round_.started
             member.note_transfer(round_.lane is Lane.LONE)
         member.base = number  # also if its round is over: it holds these bytes
         if member.is_listening and number > max(member.serving, member.staged or 0, member.swapping or 0):
-            self._permits.ask(member, number)
+            self._swap_scheduler.ask(member, number)
         self._note_change(now)
 
     def failed(self, name: str, round_id: int, cause: str, now: float, num_buckets: int = 0) -> None:
@@ -304,20 +304,20 @@ class Coordination:
         Args:
             num_buckets: How many buckets had come.
         """
-        round_ = self._conduct.find(round_id)
+        round_ = self._rounds.find(round_id)
         if round_ is not None and round_.parts.get(name) in (Part.OFFERED, Part.RECEIVING):
-            self._conduct.set_part(round_, name, Part.FAILED)
+            self._rounds.set_part(round_, name, Part.FAILED)
             round_.causes[name] = cause
             self.members[name].last_error, self.members[name].num_buckets = cause, num_buckets
             if cause == DIGEST:
                 self.members[name].base = UNLOADED  # if a difference was wrong, whole buckets are next
             if cause == TRANSPORT:
-                self._conduct.break_up(round_, TRANSPORT, now)
+                self._rounds.break_up(round_, TRANSPORT, now)
         self._note_change(now)
 
     def sent(self, round_id: int, num_bytes: int, now: float) -> None:
         """The publisher has sent all buckets of the round."""
-        round_ = self._conduct.find(round_id)
+        round_ = self._rounds.find(round_id)
         if round_ is not None and round_.sender is Sender.PENDING:
             round_.sender, round_.num_bytes = Sender.SENT, num_bytes
             self.counters["bytes_sent"] += num_bytes
@@ -330,11 +330,11 @@ class Coordination:
             begun_s: For how long it had been sending by then; `NEVER` if it had not begun, infinite if it
                 does not say.
         """
-        round_ = self._conduct.find(round_id)
+        round_ = self._rounds.find(round_id)
         if round_ is not None:
             if round_.sender is Sender.PENDING:
-                self._conduct.break_up(round_, SUPERSEDED if cause == SUPERSEDED else TRANSPORT, now)
-            self._conduct.hear_publisher(round_, math.inf if begun_s < 0 else now - begun_s)
+                self._rounds.break_up(round_, SUPERSEDED if cause == SUPERSEDED else TRANSPORT, now)
+            self._rounds.hear_publisher(round_, math.inf if begun_s < 0 else now - begun_s)
         self._note_change(now)
 
     # --- swaps ------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ class Coordination:
     def restarted(self, name: str, serving: int, now: float) -> None:
         """The replica beside the member was started anew and serves `serving`."""
         member = self.members[name]
-        self._permits.take_back(member)
+        self._swap_scheduler.take_back(member)
         member.serving = serving
         member.hear_replica(is_attended=True)
         self._note_change(now)
@@ -356,9 +356,9 @@ class Coordination:
         """The engine has loaded `number`, or has failed to and holds nothing usable."""
         member = self.members[name]
         if not is_ok:
-            self._permits.note_failed_load(member, number, error, now)
+            self._swap_scheduler.note_failed_load(member, number, error, now)
         elif number >= member.serving:
-            self._permits.note_load(member, number, now)
+            self._swap_scheduler.note_load(member, number, now)
         self._note_change(now)
 
     # --- time -------------------------------------------------------------------------------------
@@ -378,8 +378,8 @@ class Coordination:
         self._forgive(now)
         for member in self.members.values():
             self._check_silence(member, now)
-        self._conduct.check_publisher(now)
-        self._permits.check_deadlines(now)
+        self._rounds.check_publisher(now)
+        self._swap_scheduler.check_deadlines(now)
         self._note_change(now)
         self._settle()
 
@@ -401,18 +401,18 @@ class Coordination:
         if not member.is_listening:
             return
         if now - member.last_seen >= self.timing.dead_s:
-            self._conduct.leave(member, now)
+            self._rounds.leave(member, now)
             member.move(MemberState.DEAD)
             member.forget_progress()
             member.is_attended = False
-            self._conduct.groups.forget(member.name)
-        is_silent = member.may_fall_silent and self._floor.is_silent(member.last_seen, now)
-        if is_silent and not self._conduct.has(member):  # else its round judges
-            self._floor.blame(member, SILENT)
+            self._rounds.groups.forget(member.name)
+        is_silent = member.may_fall_silent and self._state.is_silent(member.last_seen, now)
+        if is_silent and not self._rounds.has(member):  # else its round judges
+            self._state.blame(member, SILENT)
 
     def _note_return(self, last_seen: float, now: float) -> None:
         """Note the return of a silent peer: a round may begin."""
-        if self._floor.is_silent(last_seen, now):
+        if self._state.is_silent(last_seen, now):
             self._note_change(now)
 
     def _note_change(self, now: float) -> None:
@@ -424,9 +424,9 @@ class Coordination:
         if self._changed_at is None:
             return
         now, self._changed_at = self._changed_at, None
-        self._conduct.advance(now)
-        self._permits.grant(now)
-        due = min(self._conduct.due_at(now), self._permits.due_at())
+        self._rounds.advance(now)
+        self._swap_scheduler.grant(now)
+        due = min(self._rounds.due_at(now), self._swap_scheduler.due_at())
         self._due_at = due if due > now else now + OVERDUE_S
 
     def _sent_numbers(self) -> set[int]:

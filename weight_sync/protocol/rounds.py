@@ -132,7 +132,7 @@ class Round:
         return [name for name, part in self.parts.items() if part in parts]
 
     def has_left(self, name: str) -> bool:
-        """Whether the member is out of the round and of its judgement."""
+        """Whether the member is out of the round and of its attribution."""
         return self.parts.get(name) is Part.LEFT
 
     @property

@@ -82,5 +82,5 @@ def _describe_equality(found: Comparison) -> str:
 
 
 def _name_steps(steps: Sequence[int]) -> str:
-    named: str = function("learner.record.shelf:name_steps")(steps)
+    named: str = function("learner.record.batch_store:name_steps")(steps)
     return named

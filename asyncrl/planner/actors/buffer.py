@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from asyncrl.buffer.ledger.ledger import Ledger
-from asyncrl.buffer.parking import QUIET_OPS, Owner, Parked, ParkingLot, lease_lane
+from asyncrl.buffer.pending_requests import QUIET_OPS, Owner, PendingRequest, PendingRequests, lease_lane
 from asyncrl.planner.actors.evaluation import TALLIES
 from asyncrl.planner.rates import Rates
 from asyncrl.planner.setting import TICK_S, Setting
@@ -33,7 +33,7 @@ class Asked(NamedTuple):
     call: int
 
 
-Waiting = Parked[Asked, Args]
+Waiting = PendingRequest[Asked, Args]
 
 
 class BufferActor(Actor):
@@ -48,7 +48,7 @@ class BufferActor(Actor):
         self._setting, self._rates = setting, rates
         self.ledger = Ledger(setting.ledger)
         self._payloads: dict[int, tuple[int, Spans]] = {}
-        self._parked: ParkingLot[Asked, Args] = ParkingLot()
+        self._parked: PendingRequests[Asked, Args] = PendingRequests()
         self._has_changed = False
         self._free_at = world.now
         self.busy_s = 0.0
@@ -159,7 +159,9 @@ class BufferActor(Actor):
             self._reply(*asked, **found)
             return
         until = self.world.now + wait_s
-        self._parked.add(Parked(asked, attempt, lambda: nothing, until, math.inf, owner, lane or owner))
+        self._parked.add(
+            PendingRequest(asked, attempt, lambda: nothing, until, math.inf, owner, lane or owner)
+        )
 
     def _end(self, parked: Waiting) -> None:
         self._reply(*parked.request, **parked.last())

@@ -1,8 +1,8 @@
 """Weight sync: the real coordination, and beside it the publisher and the receivers as its peers.
 
   learner -publish-> publisher -published-> coordinator -orders-> publisher, receivers -commit-> replicas
-Each side drives its pure machines: `Coordination`; `Slots`, `Attendance`, `Copies`, `Pin`. Bytes are time
-alone. Several replicas may share a receiver (`Setting.cohort`); it swaps them in turn, as permits would.
+Each side drives its pure machines: `Coordination`; `Slots`, `RoundTracker`, `Copies`, `Pin`. Bytes are time
+alone. Several replicas may share a receiver (`Setting.cohort`); it swaps them in turn, as the scheduler does.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from asyncrl.planner.rates import Rates
 from asyncrl.planner.setting import DEAD_S, HEARTBEAT_S, SILENCE_S, TICK_S, Setting
 from asyncrl.planner.world import Actor, Args, World
-from weight_sync.protocol.copies import Copies
-from weight_sync.protocol.members import Card, PublisherSeat
-from weight_sync.protocol.peer import Attendance, Pin
+from weight_sync.protocol.members import MemberInfo, PublisherInfo
+from weight_sync.protocol.peer import Pin, RoundTracker
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import ABORTED, SUPERSEDED, Timing
-from weight_sync.protocol.slots import NUM_SLOTS, Slots
+from weight_sync.protocol.slots import NUM_SLOTS, Copies, Slots
 
 COORDINATOR_NAME, PUBLISHER_NAME = "weight_sync.0", "publisher.0"
 ABILITIES = frozenset({"gloo"})
@@ -43,12 +42,12 @@ class CoordinatorActor(Actor):
         self.every(TICK_S, self._tick)
 
     def on_hello(self, src: str, args: Args, call: int) -> None:
-        self.coordination.hello(args["card"], self.world.now)
+        self.coordination.hello(args["info"], self.world.now)
         self._post()
 
     def on_publisher_hello(self, src: str, args: Args, call: int) -> None:
-        seat = PublisherSeat(PUBLISHER_NAME, ABILITIES, "", 0, self.world.now, born=1)
-        self.coordination.publisher_hello(seat, None, self.world.now)
+        publisher = PublisherInfo(PUBLISHER_NAME, ABILITIES, "", 0, self.world.now, born=1)
+        self.coordination.publisher_hello(publisher, None, self.world.now)
         self._post()
 
     def on_poll(self, src: str, args: Args, call: int) -> None:
@@ -94,7 +93,7 @@ class PublisherActor(Actor):
         super().__init__(world, PUBLISHER_NAME)
         self._setting, self._rates = setting, rates
         self._slots: Slots[Slot] = Slots([Slot() for _ in range(NUM_SLOTS)])
-        self._rounds = Attendance()
+        self._rounds = RoundTracker()
         self._joined: dict[int, list[str]] = {}
         self._sizes: dict[int, int] = {}
         self._sending: dict[int, Slot] = {}
@@ -210,14 +209,14 @@ class ReceiverActor(Actor):
         self._copies: Copies[Copy] = Copies(lambda copy: None)
         self._is_fenced, self._pin = False, Pin()
         self._attending: set[str] = set()
-        self._rounds = Attendance()
+        self._rounds = RoundTracker()
         self._to_swap: deque[str] = deque()
         self._swapping: set[str] = set()
         members = setting.num_members
         self._at_once = max(1, setting.parallelism // max(1, members))
 
     def begin(self) -> None:
-        card = Card(
+        info = MemberInfo(
             self.name,
             self.name,
             ABILITIES,
@@ -227,7 +226,7 @@ class ReceiverActor(Actor):
             is_pinned=False,
             born=1,
         )
-        self.tell(COORDINATOR_NAME, "hello", card=card)
+        self.tell(COORDINATOR_NAME, "hello", info=info)
         self.every(HEARTBEAT_S, self._poll)
 
     def on_order(self, src: str, args: Args, call: int) -> None:
@@ -253,7 +252,7 @@ class ReceiverActor(Actor):
     def _withdraw(self) -> None:
         """Take back what was committed, and what replicas were told and have not loaded."""
         self._copies.withdraw()
-        self._copies.untake()
+        self._copies.release_copies()
         self._to_swap.clear()
         self._swapping.clear()
 
@@ -281,7 +280,7 @@ class ReceiverActor(Actor):
         if args["number"] < self.serving or src in self._swapping:
             self._swapping.discard(src)
             self.serving = args["number"]
-            self._copies.untake()
+            self._copies.release_copies()
             self._report("restarted", args["number"])
         elif len(self.replicas) == 1:
             self.serving = args["number"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.core.config.models.architectures import find_unsupported, tensor_shapes
-from asyncrl.core.config.models.cuts import find_uneven_cuts
+from asyncrl.core.config.models.divisibility import find_uneven_cuts
 from asyncrl.core.config.tree import Config, LearnerSection
 from asyncrl.core.variants import function
 from asyncrl.planner.plan.folders import find_bad_weights, find_missing_tokenizer

@@ -16,7 +16,7 @@ from asyncrl.planner.plan.sources import is_file_function, missing_function, mis
 
 def check_algorithm(config: Config) -> Iterator[str]:
     """Say which advantage, loss or correction is not known, and which value does nothing with them."""
-    yield from function("learner.algorithms.wording:find_problems")(config.algorithm)
+    yield from function("learner.algorithms.validation:find_problems")(config.algorithm)
 
 
 def check_imports(config: Config) -> Iterator[str]:

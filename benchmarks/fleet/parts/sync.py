@@ -11,7 +11,7 @@ from collections import deque
 
 from asyncrl.core.errors import SyncError
 from asyncrl.core.staleness import PolicyVersion
-from weight_sync.protocol.members import Card, PublisherSeat
+from weight_sync.protocol.members import MemberInfo, PublisherInfo
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import Order, Timing
 
@@ -30,9 +30,9 @@ class SyncFleet:
         self._names = [f"receiver.{index}" for index in range(num_members)]
         self._number = 0
         self._now_s = 0.0
-        self._coordination.publisher_hello(PublisherSeat(INCARNATION, ABILITIES, "", 0, 0.0), None, 0.0)
+        self._coordination.publisher_hello(PublisherInfo(INCARNATION, ABILITIES, "", 0, 0.0), None, 0.0)
         for name in self._names:
-            self._coordination.hello(Card(name, INCARNATION, ABILITIES, is_attended=True), 0.0)
+            self._coordination.hello(MemberInfo(name, INCARNATION, ABILITIES, is_attended=True), 0.0)
         self._coordination.take_orders()
 
     def sync(self, num_versions: int) -> float:

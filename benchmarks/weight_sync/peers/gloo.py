@@ -16,7 +16,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from benchmarks.weight_sync.peers.peers import Peer, now_s, obey
 from benchmarks.weight_sync.peers.weights import cut, flatten, make_weights
 from weight_sync.backends.gloo import LOOPBACK
-from weight_sync.backends.meeting import open_store
+from weight_sync.backends.rendezvous import open_store
 
 TIMEOUT = timedelta(seconds=60)
 BUCKETED, TENSORS, MEMCPY = "bucketed", "tensors", "memcpy"

@@ -29,13 +29,13 @@ from benchmarks.weight_sync.peers.peers import WAIT_S, Peer, now_s, obey
 from benchmarks.weight_sync.peers.weights import count_bytes, make_weights, read_weights
 from weight_sync import composition
 from weight_sync.coordination.coordinator import CoordinatorService
-from weight_sync.handoff import Handoff
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.staging import Staged, open_tensors
-from weight_sync.protocol.members import Card
+from weight_sync.protocol.members import MemberInfo
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import Order, Timing
+from weight_sync.publisher_client import PublisherClient
 
 COORDINATOR_NAME, PUBLISHER_NAME = "weight_sync.0", "publisher.0"
 DEADLINE_S = 60.0
@@ -48,7 +48,7 @@ class TimedCoordination(Coordination):
 
     pipe: Connection
 
-    def hello(self, card: Card, now: float) -> bool:
+    def hello(self, card: MemberInfo, now: float) -> bool:
         self.pipe.send(("hello", card.name, 0, now_s()))
         return super().hello(card, now)
 
@@ -101,14 +101,14 @@ class Learner:
         self._matrix = torch.full((STEP_WIDTH, STEP_WIDTH), 1 / STEP_WIDTH)
         address, keys = context.addresses[PUBLISHER_NAME], context.client_keys
         bucket_bytes = context.config.weight_sync.bucket_bytes
-        self._handoff = Handoff(
+        self._publisher_client = PublisherClient(
             ThreadRuntime(), address, context.shm_prefix, bucket_bytes, token=1, keys=keys
         )
 
     def publish(self, number: int) -> tuple[float, float]:
         """Hand over version `number`; return when that began and ended."""
         began = now_s()
-        if not self._handoff.publish(PolicyVersion(number, number), self._weights):
+        if not self._publisher_client.publish(PolicyVersion(number, number), self._weights):
             raise ServiceFailed("no segment was free, though every version had been loaded")
         return began, now_s()
 

@@ -18,7 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
 from asyncrl.core.config.models.architectures import ModelSize, find_unsupported, read_rope, rope_type_of
-from asyncrl.core.config.models.cuts import find_uneven_cuts, pad_vocabulary
+from asyncrl.core.config.models.divisibility import find_uneven_cuts, pad_vocabulary
 from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.errors import ConfigError
 

@@ -15,12 +15,12 @@ class VllmVariant(EngineVariant):
     """vLLM."""
 
     def prepare(self, config: Config) -> None:
-        from rollout_service.engine.vllm.core.nursery import open_nursery
+        from rollout_service.engine.vllm.core.forkserver import start_forkserver
         from rollout_service.engine.vllm.environment import prepare_environment
 
         prepare_environment(has_gpu=config.rollout.gpus > 0)
         if not config.rollout.gpus:
-            open_nursery()
+            start_forkserver()
 
     def build(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
         from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings

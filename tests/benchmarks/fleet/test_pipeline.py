@@ -48,7 +48,7 @@ from benchmarks.pipeline.closed_form import (
     draw_batches,
     tail_factor,
 )
-from benchmarks.pipeline.crew import Crew, seats_of, two_cores
+from benchmarks.pipeline.crew import Crew, placements_of, two_cores
 from benchmarks.pipeline.sleepers import Pace, SleepingEngine
 from benchmarks.pipeline.window import ESS, Sample, Window, read_window
 
@@ -299,9 +299,9 @@ def test_table_and_rows_hold_every_case() -> None:
 def test_sides_have_cores_of_their_own_unless_they_take_turns() -> None:
     names = ("rollout.0", "receiver.0", "learner.0", "buffer.0")
     first, second = two_cores()
-    seats = seats_of(names, {}, shares_cores=False)
-    assert [seats[name].cores for name in names] == [first, first, second, second]
-    both = seats_of((*names, "rollout.1"), {}, shares_cores=True)
+    placements = placements_of(names, {}, shares_cores=False)
+    assert [placements[name].cores for name in names] == [first, first, second, second]
+    both = placements_of((*names, "rollout.1"), {}, shares_cores=True)
     assert (both["rollout.0"].cores, both["rollout.1"].cores) == (first, second)
     assert both["buffer.0"].cores == frozenset()
 

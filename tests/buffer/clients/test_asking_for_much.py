@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer import service as service_module
-from asyncrl.buffer.service import BufferService, Desk
+from asyncrl.buffer.service import BufferService, RequestHandler
 from asyncrl.core.errors import WireError
 from asyncrl.core.experience import encode_group
 from asyncrl.core.rpc import Client
@@ -114,31 +114,31 @@ def test_a_turn_ends_where_its_answers_are_large(monkeypatch: pytest.MonkeyPatch
         store.push("a", grant.ticket, grant.attempt, encode_group(make_group(grant.ticket)))
     reserved = store.ledger.reserve(token, 0, 0.0)
     assert reserved is not None
-    desk, asked = Desk(store, ManualClock()), []
-    while not desk.is_full():
+    handler, asked = RequestHandler(store, ManualClock()), []
+    while not handler.is_full():
         asked.append(Asked("fetch", token=token, tickets=[reserved[0].id]))
-        desk.handle(asked[-1])  # type: ignore[arg-type]
+        handler.handle(asked[-1])  # type: ignore[arg-type]
         assert len(asked) <= 3, "one payload has about 250 bytes"
-    desk.end_turn()
-    assert not desk.is_full() and [one.replies for one in asked] == [1] * len(asked)
+    handler.end_turn()
+    assert not handler.is_full() and [one.replies for one in asked] == [1] * len(asked)
 
 
 def test_only_replicas_that_evaluate_are_remembered_whatever_names_are_used() -> None:
     store, clock = make_store(lease_s=10.0), ManualClock()
-    desk = Desk(store, clock)
+    handler = RequestHandler(store, clock)
     store.ledger.register_version(store.ledger.open("learner"), 0)
     store.ledger.describe_data(100, "d")
     store.ledger.request_evaluation(1, 0)
     ask = {"version": 1, "want": 0, "wait_s": 0.0, "evaluating": None}
     for name in ("evaluates", *map(str, range(10))):
-        desk.handle(Asked("lease", replica=name, **ask))  # type: ignore[arg-type]
-        desk.tick(0.0)
-    assert list(desk._replicas._last_seen) == ["evaluates"]
+        handler.handle(Asked("lease", replica=name, **ask))  # type: ignore[arg-type]
+        handler.tick(0.0)
+    assert list(handler._replicas._last_seen) == ["evaluates"]
     clock.advance(9.0)
-    desk.handle(Asked("renew", replica="evaluates", tickets=[]))  # type: ignore[arg-type]
+    handler.handle(Asked("renew", replica="evaluates", tickets=[]))  # type: ignore[arg-type]
     clock.advance(9.0)
-    desk.tick(0.0)
+    handler.tick(0.0)
     assert store.ledger.state.evaluations[1].holders == {0: "evaluates"}
     clock.advance(2.0)
-    desk.tick(0.0)
+    handler.tick(0.0)
     assert store.ledger.state.evaluations[1].holders == {}, "it has fallen silent"

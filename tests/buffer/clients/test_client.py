@@ -11,7 +11,7 @@ import pytest
 from asyncrl.buffer.client import FETCHED_AT_ONCE, LearnerClient, ReplicaClient
 from asyncrl.buffer.messages import Fetched
 from asyncrl.buffer.payloads import read_fetched, split_frames
-from asyncrl.buffer.service import BufferService, Desk
+from asyncrl.buffer.service import BufferService, RequestHandler
 from asyncrl.core.errors import FencedError, LedgerError, WireError
 from asyncrl.core.experience import encode_group
 from asyncrl.core.metrics.tallies import Tally
@@ -138,7 +138,7 @@ def test_a_status_tells_the_newest_evaluations_only() -> None:
     ledger.register_version(ledger.open("learner"), 0)
     for step in range(100):
         evaluations.finish(evaluations.request(step), 1, {"accuracy": Tally(1, 0.5)})
-    told = Desk(store, ManualClock()).status()
+    told = RequestHandler(store, ManualClock()).status()
     assert [one.step for one in told.evaluations] == list(range(36, 100))
     assert told.evaluations_pending == 0
 
@@ -150,7 +150,7 @@ def test_a_status_with_many_metrics_per_evaluation_tells_fewer_and_at_least_one(
     for step, num_metrics in enumerate((1500, 1500, 1500, 5000)):
         tallies = {f"m{number}": Tally(1, 0.5) for number in range(num_metrics)}
         evaluations.finish(evaluations.request(step), 1, tallies)
-        told = Desk(store, ManualClock()).status().evaluations
+        told = RequestHandler(store, ManualClock()).status().evaluations
         first = {0: 0, 1: 0, 2: 1, 3: 3}[step]
         assert [one.step for one in told] == list(range(first, step + 1))
 

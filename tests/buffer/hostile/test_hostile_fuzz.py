@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.service import Desk
+from asyncrl.buffer.service import RequestHandler
 from asyncrl.core import wire
 from asyncrl.core.errors import AsyncrlError, WireError
 from asyncrl.core.experience import decode_group, encode_group
@@ -55,11 +55,11 @@ def read_groups(mutator: Mutator, num_frames: int) -> Counter[str]:
 
 
 class DeskUnderTest:
-    """A desk over a file journal; nobody reads its replies."""
+    """A handler over a file journal; nobody reads its replies."""
 
     def __init__(self, folder: Path) -> None:
         store = make_store(folder, max_lag=50, ready_batches=10, max_attempts=1000, memory_bytes=1 << 20)
-        self.desk = Desk(store, SystemClock())
+        self.handler = RequestHandler(store, SystemClock())
         self.counts: Counter[str] = Counter()
 
     def take(self, message: Sequence[bytes]) -> None:
@@ -67,21 +67,21 @@ class DeskUnderTest:
         self.counts["frames"] += len(message)
         self.counts["messages"] += 1
         if self.counts["messages"] % TURN == 0:
-            self.desk.tick(0.0)
+            self.handler.tick(0.0)
         try:
             request = read_request(Arrival(b"peer", list(message), False, Role.SERVICE, lambda parts: None))
         except WireError:
             self.counts["malformed"] += 1
             return
         try:
-            self.desk.handle(request)
+            self.handler.handle(request)
             self.counts["handled"] += 1
         except AsyncrlError as error:
             self.counts[type(error).__name__] += 1
 
     def hints(self) -> dict[str, int]:
         """Return numbers that fit what the ledger waits for."""
-        state = self.desk.store.ledger.state
+        state = self.handler.store.ledger.state
         leased = next((one for held in state.leases.values() for one in held), 1)
         ticket = state.tickets.get(leased)
         return {
@@ -94,11 +94,11 @@ class DeskUnderTest:
         }
 
     def close(self) -> None:
-        self.desk.end_turn()
-        status = self.desk.status()
+        self.handler.end_turn()
+        status = self.handler.status()
         self.counts.update({"tickets/issued": status.issued, "tickets/trained": status.trained})
         assert status.residue == 0
-        self.desk.store.journal.close()
+        self.handler.store.journal.close()
 
 
 def flood_desk(folder: Path, seed: int, num_frames: int) -> Counter[str]:
@@ -154,7 +154,7 @@ def test_changed_groups_are_read_or_refused() -> None:
     assert min(counts["read"], counts["refused"]) > 100, counts
 
 
-def test_the_desk_answers_changed_requests_or_refuses_them(tmp_path: Path) -> None:
+def test_the_handler_answers_changed_requests_or_refuses_them(tmp_path: Path) -> None:
     counts = flood_desk(tmp_path, 3, 10_000)
     assert min(counts["handled"], counts["malformed"], counts["WireError"]) > 300, counts
 
@@ -172,10 +172,10 @@ def test_a_quarter_of_a_million_frames_let_nothing_but_our_errors_out(
 ) -> None:
     headers = read_headers(Mutator(100 + seed), 125_000)
     groups = read_groups(Mutator(200 + seed), 75_000)
-    desk = flood_desk(tmp_path, 300 + seed, 75_000)
+    handler = flood_desk(tmp_path, 300 + seed, 75_000)
     with capsys.disabled():
-        print(f"\nseed {seed}: headers {dict(headers)}, groups {dict(groups)}, desk {dict(desk)}")
-    assert headers.total() + groups["frames"] + desk["frames"] >= 250_000
+        print(f"\nseed {seed}: headers {dict(headers)}, groups {dict(groups)}, handler {dict(handler)}")
+    assert headers.total() + groups["frames"] + handler["frames"] >= 250_000
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.journals import file_journal
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.tickets import State
-from asyncrl.buffer.service import BufferService, Desk
+from asyncrl.buffer.service import BufferService, RequestHandler
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.core.experience import encode_group
@@ -194,11 +194,11 @@ def test_no_lease_runs_out_in_a_turn_that_the_disk_held_up(tmp_path: Path) -> No
     begin(store)
     store.ledger.lease("a", 1, 1, clock.now())
     push(store, clock.now())
-    desk = Desk(store, clock)
-    desk.end_turn()
-    desk.tick(clock.now())
+    handler = RequestHandler(store, clock)
+    handler.end_turn()
+    handler.tick(clock.now())
     assert clock.now() > SETTINGS.lease_s, "the disk was slow"
-    assert store.ledger.state.counts[State.LEASED] == 1 and desk.counters["slow_turns"] == 1
+    assert store.ledger.state.counts[State.LEASED] == 1 and handler.counters["slow_turns"] == 1
 
 
 def test_an_error_that_is_not_about_room_is_not_waited_for(store: ExperienceStore) -> None:

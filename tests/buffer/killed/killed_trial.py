@@ -49,12 +49,12 @@ POINTS_OF_KIND = {
 }
 
 
-class Nursery:
+class ForkServer:
     """The process that forks the parties of many trials."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.buffer.killed.killed_nursery"],
+            [sys.executable, "-m", "tests.buffer.killed.killed_forkserver"],
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             stdin=subprocess.PIPE,
@@ -107,9 +107,9 @@ class Report:
 class Trial:
     """Runs one plan in one folder."""
 
-    def __init__(self, nursery: Nursery, kind: str, folder: Path, plan: Plan) -> None:
+    def __init__(self, forks: ForkServer, kind: str, folder: Path, plan: Plan) -> None:
         folder.mkdir(parents=True)
-        self._nursery, self._kind, self._folder, self._plan = nursery, kind, folder, plan
+        self._forks, self._kind, self._folder, self._plan = forks, kind, folder, plan
         self._address = f"tcp://127.0.0.1:{free_port()}"
         self._server: RedisServer | None = None
         self._parties: dict[int, str] = {}
@@ -148,7 +148,7 @@ class Trial:
             "url": self._url,
             "fsync": self._plan.fsync,
         }
-        pid = self._nursery.ask(op="start", role=party, args=args, fault=fault)["pid"]
+        pid = self._forks.ask(op="start", role=party, args=args, fault=fault)["pid"]
         self._parties[pid], self._faults[pid] = party, fault
 
     def _await_consumer(self) -> None:
@@ -161,7 +161,7 @@ class Trial:
 
     def _bury_ended(self) -> bool:
         """Bury all that have ended since the last call; return whether the consumer is done."""
-        buried = [self._bury(pid, code) for pid, code in self._nursery.ask(op="poll")["ended"]]
+        buried = [self._bury(pid, code) for pid, code in self._forks.ask(op="poll")["ended"]]
         return any(buried)
 
     def _bury(self, pid: int, code: int) -> bool:
@@ -202,7 +202,7 @@ class Trial:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         while self._parties:
-            for pid, _ in self._nursery.ask(op="poll")["ended"]:
+            for pid, _ in self._forks.ask(op="poll")["ended"]:
                 self._parties.pop(pid, None)
             time.sleep(0.002)
 

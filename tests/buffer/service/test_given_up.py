@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.buffer.journals.kinds.none import MemoryJournal
 from asyncrl.buffer.ledger.events import Event
-from asyncrl.buffer.service import Desk
+from asyncrl.buffer.service import RequestHandler
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.core.rpc import Client, Request
@@ -80,20 +80,20 @@ def test_a_lease_granted_as_the_journal_went_away_is_taken_back_when_its_caller_
 ) -> None:
     store.ledger.describe_data(100, "digest")
     clock = ManualClock()
-    desk = Desk(store, clock)
+    handler = RequestHandler(store, clock)
     journal.is_away = True
     request = lease_request()
-    desk.handle(request)
-    desk.end_turn()
+    handler.handle(request)
+    handler.end_turn()
     clock.advance(5.9)
-    desk.end_turn()
-    assert desk.status().leases == {"a": 2}, "its caller still waits"
+    handler.end_turn()
+    assert handler.status().leases == {"a": 2}, "its caller still waits"
     clock.advance(0.2)
     journal.is_away = False
-    desk.end_turn()
+    handler.end_turn()
     assert request.is_answered
-    assert not any(desk.status().leases.values())
-    assert (desk.status().reissues, desk.status().residue) == ({"released": 2}, 0)
+    assert not any(handler.status().leases.values())
+    assert (handler.status().reissues, handler.status().residue) == ({"released": 2}, 0)
 
 
 def test_a_lease_that_was_parked_when_the_journal_went_away_is_not_granted_to_one_who_gave_up(
@@ -101,26 +101,26 @@ def test_a_lease_that_was_parked_when_the_journal_went_away_is_not_granted_to_on
 ) -> None:
     store.ledger.describe_data(100, "digest")
     clock = ManualClock()
-    desk = Desk(store, clock)
+    handler = RequestHandler(store, clock)
     grants = store.ledger.lease("b", 1, 100, 0.0)
     request = lease_request()
-    desk.handle(request)  # parked: the other replica holds all that may be leased
-    desk.end_turn()
+    handler.handle(request)  # parked: the other replica holds all that may be leased
+    handler.end_turn()
     assert not request.is_answered
     journal.is_away = True
-    desk.end_turn()
+    handler.end_turn()
     store.ledger.release("b", [(grant.ticket, grant.attempt) for grant in grants])
     clock.advance(6.1)
     journal.is_away = False
-    desk.end_turn()  # it is back
-    desk.end_turn()
+    handler.end_turn()  # it is back
+    handler.end_turn()
     assert request.is_answered
-    assert not any(desk.status().leases.values())
+    assert not any(handler.status().leases.values())
 
 
 def test_a_caller_that_does_not_say_how_long_it_waits_is_served(store: ExperienceStore) -> None:
     store.ledger.describe_data(100, "digest")
-    desk = Desk(store, ManualClock())
-    desk.handle(lease_request(within_s=math.inf))
-    desk.end_turn()
-    assert desk.status().leases == {"a": 2}
+    handler = RequestHandler(store, ManualClock())
+    handler.handle(lease_request(within_s=math.inf))
+    handler.end_turn()
+    assert handler.status().leases == {"a": 2}

@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.buffer.journals.kinds.none import MemoryJournal
 from asyncrl.buffer.ledger.census import take_census
-from asyncrl.buffer.service import Desk
+from asyncrl.buffer.service import RequestHandler
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.runtime.clock import ManualClock
 from tests.buffer.parts import GROUP_SIZE, SETTINGS
@@ -16,7 +16,7 @@ from tests.buffer.parts import GROUP_SIZE, SETTINGS
 NUM_STEPS = 200
 
 
-def lines_of_a_status(desk: Desk) -> int:
+def lines_of_a_status(handler: RequestHandler) -> int:
     """Return how many lines of Python a status runs."""
     count = 0
 
@@ -28,7 +28,7 @@ def lines_of_a_status(desk: Desk) -> int:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        desk.status()
+        handler.status()
     finally:
         sys.settrace(before)
     return count
@@ -51,11 +51,11 @@ def test_a_status_after_hundreds_of_steps_runs_hardly_more_lines_than_one_after_
     store = ExperienceStore(SETTINGS, MemoryJournal(), GROUP_SIZE, True, now=0.0)
     store.ledger.describe_data(10_000, "digest")
     token = store.ledger.open("learner")
-    desk = Desk(store, ManualClock())
+    handler = RequestHandler(store, ManualClock())
     train(store, token, 10)
-    early, num_tickets = lines_of_a_status(desk), len(store.ledger.state.tickets)
+    early, num_tickets = lines_of_a_status(handler), len(store.ledger.state.tickets)
     train(store, token, NUM_STEPS)
-    late = lines_of_a_status(desk)
+    late = lines_of_a_status(handler)
     assert len(store.ledger.state.tickets) > 15 * num_tickets, "the tickets are kept"
     assert late <= 1.1 * early
-    assert desk.status().trained == take_census(store.ledger.state).trained
+    assert handler.status().trained == take_census(store.ledger.state).trained

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.buffer.parking import MIN_KEPT, Parked, ParkingLot
-from asyncrl.buffer.service import Desk
+from asyncrl.buffer.pending_requests import MIN_KEPT, PendingRequest, PendingRequests
+from asyncrl.buffer.service import RequestHandler
 from asyncrl.core.experience import encode_group
 from asyncrl.core.rpc import Request
 from asyncrl.core.runtime.clock import ManualClock
@@ -19,18 +19,18 @@ from asyncrl.core.wire import Frame
 from tests.buffer.parts import make_group, make_store
 
 
-def park(lot: ParkingLot, name: str, lane: object = "lease", deadline: float = 10.0) -> Parked:
+def park(lot: PendingRequests, name: str, lane: object = "lease", deadline: float = 10.0) -> PendingRequest:
     request = Request("lease", {}, [], name.encode(), 1, None)  # type: ignore[arg-type]
-    parked = Parked(request, lambda: None, dict, deadline, 99.0, ("replica", name), lane)  # type: ignore[arg-type]
+    parked = PendingRequest(request, lambda: None, dict, deadline, 99.0, ("replica", name), lane)  # type: ignore[arg-type]
     lot.add(parked)
     return parked
 
 
-def asked_by(lot: ParkingLot, answered: set[str], *, are_alike: bool = True) -> list[str]:
+def asked_by(lot: PendingRequests, answered: set[str], *, are_alike: bool = True) -> list[str]:
     """Offer, answer those in `answered`, and return who was asked."""
     asked: list[str] = []
 
-    def answers(parked: Parked) -> bool:
+    def answers(parked: PendingRequest) -> bool:
         asked.append(parked.owner[1])
         return parked.owner[1] in answered
 
@@ -39,7 +39,7 @@ def asked_by(lot: ParkingLot, answered: set[str], *, are_alike: bool = True) -> 
 
 
 def test_a_lane_whose_first_cannot_be_answered_is_not_asked_further() -> None:
-    lot = ParkingLot()
+    lot = PendingRequests()
     for name in "abc":
         park(lot, name)
     assert asked_by(lot, set()) == ["a"]
@@ -48,14 +48,14 @@ def test_a_lane_whose_first_cannot_be_answered_is_not_asked_further() -> None:
 
 
 def test_who_came_first_is_asked_first_across_lanes() -> None:
-    lot = ParkingLot()
+    lot = PendingRequests()
     for name, lane in (("a", 1), ("b", 2), ("c", 1), ("d", 2)):
         park(lot, name, lane)
     assert asked_by(lot, {"a", "b", "c", "d"}) == ["a", "b", "c", "d"]
 
 
 def test_those_that_are_not_alike_are_all_asked_and_keep_their_order() -> None:
-    lot = ParkingLot()
+    lot = PendingRequests()
     for name in "abcd":
         park(lot, name)
     assert asked_by(lot, {"b"}, are_alike=False) == ["a", "b", "c", "d"]
@@ -63,7 +63,7 @@ def test_those_that_are_not_alike_are_all_asked_and_keep_their_order() -> None:
 
 
 def test_a_wait_ends_once_at_its_deadline() -> None:
-    lot = ParkingLot()
+    lot = PendingRequests()
     park(lot, "late", deadline=5.0)
     early = park(lot, "early", deadline=1.0)
     gone = park(lot, "gone", deadline=1.0)
@@ -74,7 +74,7 @@ def test_a_wait_ends_once_at_its_deadline() -> None:
 
 
 def test_an_owner_is_found_while_it_waits_and_not_after() -> None:
-    lot = ParkingLot()
+    lot = PendingRequests()
     first, second = park(lot, "a"), park(lot, "a")
     assert lot.of(("replica", "a")) == [first, second]
     lot.remove(first)
@@ -83,7 +83,7 @@ def test_an_owner_is_found_while_it_waits_and_not_after() -> None:
 
 
 def test_what_has_left_is_forgotten_though_the_lane_and_the_deadlines_stand_still() -> None:
-    lot = ParkingLot()
+    lot = PendingRequests()
     park(lot, "first", deadline=1000.0)
     for number in range(20 * MIN_KEPT):
         lot.remove(park(lot, f"{number}", deadline=1000.0))
@@ -95,7 +95,7 @@ def test_what_has_left_is_forgotten_though_the_lane_and_the_deadlines_stand_stil
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 5)), max_size=120))
 def test_a_lot_answers_whom_a_plain_list_would_answer(events: list[tuple[int, int, int]]) -> None:
     """The model: a list in the order of coming; each lane is granted a number of places per turn."""
-    lot, plain = ParkingLot(), list[Parked]()
+    lot, plain = PendingRequests(), list[PendingRequest]()
     for number, (kind, lane, amount) in enumerate(events):
         if kind == 0:
             plain.append(park(lot, str(number), lane, deadline=float(amount)))
@@ -106,19 +106,19 @@ def test_a_lot_answers_whom_a_plain_list_would_answer(events: list[tuple[int, in
             assert set(lot.take_expired(float(amount))) == set(expired)
             plain = [one for one in plain if one not in expired]
         else:
-            told: list[Parked] = []
+            told: list[PendingRequest] = []
             lot.offer(grant(lane, amount, told), are_alike=True)
-            expected: list[Parked] = []
+            expected: list[PendingRequest] = []
             grants = grant(lane, amount, expected)
             plain = [one for one in plain if not grants(one)]
             assert told == expected
         assert len(lot) == len(plain)
 
 
-def grant(lane: int, places: int, told: list[Parked]) -> Callable[[Parked], bool]:
+def grant(lane: int, places: int, told: list[PendingRequest]) -> Callable[[PendingRequest], bool]:
     """Return what answers the first `places` of a lane."""
 
-    def answers(parked: Parked) -> bool:
+    def answers(parked: PendingRequest) -> bool:
         if parked.lane != lane or len(told) >= places:
             return False
         told.append(parked)
@@ -138,10 +138,10 @@ class Heard(Request):
 
 
 class FirstSteps:
-    """A desk that is asked as over the wire, of a run that has registered its first version."""
+    """A handler that is asked as over the wire, of a run that has registered its first version."""
 
     def __init__(self, **settings: Any) -> None:
-        self.desk = Desk(make_store(**settings), ManualClock())
+        self.handler = RequestHandler(make_store(**settings), ManualClock())
         self.ask("describe_data", num_prompts=10, digest="d", sources=[])
         opened = self.ask("open", holder="learner").answer
         assert opened is not None
@@ -150,12 +150,12 @@ class FirstSteps:
 
     def send(self, op: str, client: str = "learner", frames: Sequence[Frame] = (), **args: Any) -> Heard:
         request = Heard(op, args, list(frames), client.encode(), 1, None)  # type: ignore[arg-type]
-        self.desk.handle(request)
+        self.handler.handle(request)
         return request
 
     def ask(self, op: str, client: str = "learner", **args: Any) -> Heard:
         request = self.send(op, client, **args)
-        self.desk.end_turn()
+        self.handler.end_turn()
         return request
 
     def take(self, name: str, version: int) -> list[int]:
@@ -184,7 +184,7 @@ class FirstSteps:
 def test_an_evaluation_reaches_a_waiting_replica_behind_one_that_is_at_work_on_another() -> None:
     """Alike as they are to the ledger's leases, evaluations tell them apart."""
     run = FirstSteps()
-    run.desk.is_paused = True  # no leases: both wait
+    run.handler.is_paused = True  # no leases: both wait
     busy, free = run.lease("a", evaluating=7), run.lease("b")
     assert (busy.answer, free.answer) == (None, None)
     run.ask("request_evaluation", token=run.token, step=0)
@@ -200,13 +200,13 @@ def test_a_lease_that_is_refused_wakes_nobody_and_one_that_comes_back_does(
     assert first is not None and first["grants"], "all that may be open"
     waiting = [run.lease(f"b{index}") for index in range(8)]
     tried: list[str] = []
-    lease = run.desk.store.ledger.lease
+    lease = run.handler.store.ledger.lease
 
     def count(replica: str, *args: Any) -> Any:
         tried.append(replica)
         return lease(replica, *args)
 
-    monkeypatch.setattr(run.desk.store.ledger, "lease", count)
+    monkeypatch.setattr(run.handler.store.ledger, "lease", count)
     waiting += [run.lease("c"), run.lease("d")]
     run.ask("status")
     assert tried == ["c", "d"] and not any(one.answer for one in waiting)
@@ -233,9 +233,9 @@ def test_a_ticket_that_a_waiting_reservation_issues_again_goes_to_who_waits_for_
     run.push("a", first[2], 1)  # a straggler, over age
     run.push("b", second[1], 2)
     run.push("c", third[0], 3)
-    run.desk.end_turn()
+    run.handler.end_turn()
     assert reserved.answer is not None and reserved.answer["ready"]
-    run.desk.tick(0.0)
+    run.handler.tick(0.0)
     assert idle.answer is not None and len(idle.answer["grants"]) == 1
 
 

@@ -185,7 +185,7 @@ def test_grants_whose_answer_was_lost_go_to_who_asks_next(address: Address, raw:
         assert lease(raw, 2) == [(1, 1), (2, 1)]
         assert lease(raw, 1, held=[[2, 1]]) == [(1, 2)], "it never heard of the first"
         assert lease(raw, 1, held=[[2, 1], [1, 1]]) == [(1, 3)], "an earlier attempt is not this one"
-        service._desk.refresh_status()
+        service._handler.refresh_status()
         assert service.status().counters["grants_lost"] == 2
         assert service.status().leases == {"a": 2}
 

@@ -17,7 +17,7 @@ from asyncrl.buffer.composition import build, ledger_settings, max_group_bytes
 from asyncrl.buffer.journals.kinds.none import MemoryJournal
 from asyncrl.buffer.ledger.events import Event, Opened
 from asyncrl.buffer.messages import EvaluationOrder
-from asyncrl.buffer.service import BufferService, Desk
+from asyncrl.buffer.service import BufferService, RequestHandler
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import AsyncrlError, ConfigError, DataError, FencedError, LedgerError, WireError
@@ -216,11 +216,11 @@ def test_no_answer_leaves_before_its_events_are_in_the_journal() -> None:
             if any(isinstance(event, Opened) for event in events):
                 raise OSError("no space left on device")
 
-    desk = Desk(ExperienceStore(SETTINGS, FullDisk(), 2, True, now=0.0), ThreadRuntime())
+    handler = RequestHandler(ExperienceStore(SETTINGS, FullDisk(), 2, True, now=0.0), ThreadRuntime())
     request = Request("open", {"holder": "learner"}, [], b"client", 1, lambda parts: None)
-    desk.handle(request)
+    handler.handle(request)
     with pytest.raises(OSError, match="no space left"):
-        desk.end_turn()
+        handler.end_turn()
     assert not request.is_answered
 
 

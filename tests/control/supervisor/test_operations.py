@@ -379,7 +379,7 @@ class Driver:
     """Performs a leader's orders: weights are nothing, checkpoints are real."""
 
     def __init__(self, learner: LearnerClient, folder: Path) -> None:
-        self.handoff = ScriptedHandoff()
+        self.publisher_client = ScriptedHandoff()
         self.store = CheckpointStore(folder / "checkpoints", keep=2)
         config = make_config(
             rollout={"group_size": 2, "max_tokens": 8},
@@ -387,14 +387,14 @@ class Driver:
             weight_sync={"probe_every": 0},
             checkpoint={"every_steps": 100},
         )
-        self.leader = Leader(config, learner, lambda token: self.handoff, self.store)
+        self.leader = Leader(config, learner, lambda token: self.publisher_client, self.store)
         self.orders = self.leader.orders(ThreadEvent())
         self.writer = BackgroundWriter(0)
 
     def step(self) -> Order:
         order = next(self.orders)
         if isinstance(order, Publish):
-            self.handoff.published = PolicyVersion(order.number, order.step)
+            self.publisher_client.published = PolicyVersion(order.number, order.step)
         if isinstance(order, Checkpoint):
             self.writer.begin(self.store.temporary(order.step), {"": take})
         return order

@@ -97,7 +97,7 @@ from asyncrl.core.config.conflicts import WITH_VALUES
 from asyncrl.core.config.rules.streaming import BATCH_WIDE
 from asyncrl.core.config.load import load_config
 from learner.algorithms.advantage import ADVANTAGES
-from learner.algorithms.wording import find_problems
+from learner.algorithms.validation import find_problems
 
 assert "mine" in WITH_VALUES and BATCH_WIDE["mine"] == "looks at all of it"
 assert ADVANTAGES["mine"](None) == "computed"

@@ -13,7 +13,7 @@ from asyncrl.core.config.tree import AlgorithmSection
 from asyncrl.core.errors import ConfigError
 from learner.algorithms.objective import describe, make_objective, rows_of
 from learner.batching.batch import build_batch
-from learner.guard.seams import KlFallback
+from learner.guard.hooks import KlFallback
 from tests.learner.parts.samples import make_groups
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

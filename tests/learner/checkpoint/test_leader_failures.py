@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.core.errors import CheckpointError, ConfigError, DeadlineExceeded, LedgerError
-from learner.intake import Intake
+from learner.batch_fetcher import BatchFetcher
 from learner.leader import Leader
 from learner.orders import Publish
 from tests.control.supervisor.test_operations import Driver, buffer_of, clients_of
@@ -95,4 +95,4 @@ def test_a_rollback_without_any_checkpoint_ends_the_run(leader: Leader) -> None:
 
 
 def test_a_rank_that_gets_no_group_asks_for_none() -> None:
-    assert Intake(refusing(LedgerError("no ticket is reserved"))).fetch(1, []) == []
+    assert BatchFetcher(refusing(LedgerError("no ticket is reserved"))).fetch(1, []) == []

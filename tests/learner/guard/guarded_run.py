@@ -24,10 +24,10 @@ from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.core.service_command import HandOverRows
 from asyncrl.core.service_status import BufferStatus
 from learner.backend import Models
+from learner.batch_fetcher import BatchFetcher
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
 from learner.composition import open_recorder
-from learner.intake import Intake
 from learner.leader import Leader
 from learner.megatron.value import MegatronValueBackend
 from learner.ranks import Ranks
@@ -35,7 +35,7 @@ from learner.service import LearnerService
 from tests.buffer.parts import make_group, make_store, serving
 from tests.learner.parts.training import open_backend, open_objective
 from tests.weight_sync.cluster import Cluster
-from weight_sync.handoff import Handoff
+from weight_sync.publisher_client import PublisherClient
 
 NUM_STEPS, EVERY, LR = 8, 2, 1e-4
 BUCKET_BYTES = 4096
@@ -103,7 +103,7 @@ class LateSnapshot(Snapshot):
         super().write(folder)
 
 
-class BusyHandoff(Handoff):
+class BusyHandoff(PublisherClient):
     """The way to the real publisher; has no free buffer while the learner is at one of `busy_steps`."""
 
     busy_steps: tuple[int, ...] = ()
@@ -185,7 +185,7 @@ def running(
         address = service.status().address
         client, fetching = (stack.enter_context(contextlib.closing(LearnerClient(address))) for _ in range(2))
 
-        def connect(token: int) -> Handoff:
+        def connect(token: int) -> PublisherClient:
             made = BusyHandoff(
                 ThreadRuntime(), cluster.publisher.address, cluster.shm_prefix, BUCKET_BYTES, token
             )
@@ -195,7 +195,7 @@ def running(
 
         leader = Leader(config, faults.wrap(client), connect, checkpoints, runtime=faults.runtime)
         place = Ranks(0, 1, torch.device("cpu"))
-        parts = (models, objective, Intake(fetching), checkpoints, folder / "weights", leader)
+        parts = (models, objective, BatchFetcher(fetching), checkpoints, folder / "weights", leader)
         recorder = open_recorder(config, folder, place, models.policy) if config.run.record else None
         learner = LearnerService(config, place, *parts, runtime=faults.runtime, recorder=recorder)
         yield Run(learner, leader, store, address, folder, checkpoints)

@@ -139,7 +139,7 @@ class Answer:
 
 @dataclass
 class MemoryIntake:
-    """An intake whose groups are in memory."""
+    """An fetcher whose groups are in memory."""
 
     groups: dict[int, Group] = field(default_factory=dict)
 
@@ -191,7 +191,7 @@ class Population:
     def __post_init__(self) -> None:
         self._source = random.Random(1000 + self.seed)
         self._generator = torch.Generator().manual_seed(self.seed)
-        self._intake = MemoryIntake()
+        self._fetcher = MemoryIntake()
         self._engine = ScriptedEngine(self.model, self.fault.stale)
         self._past: deque[dict[str, torch.Tensor]] = deque(maxlen=self.config.staleness.max_lag + 1)
         self._next_ticket = 1
@@ -199,7 +199,7 @@ class Population:
     def go(self, num_steps: int) -> Iterator[dict[str, float]]:
         objective, models = self._open()
         ranks = Ranks(0, 1, torch.device("cpu"))
-        trainer = Trainer(self.config, ranks, models, objective, self._intake, Stopwatch())
+        trainer = Trainer(self.config, ranks, models, objective, self._fetcher, Stopwatch())
         watch = Watch(self.config.guard, self.config.model.dtype)
         with contextlib.closing(models):
             for step in range(num_steps):
@@ -221,12 +221,12 @@ class Population:
 
     def _generate(self, step: int) -> Train:
         """Let the engine answer a batch of prompts; versions are numbered one above their step."""
-        size, self._intake.groups = self.config.learner.groups_per_step, {}
+        size, self._fetcher.groups = self.config.learner.groups_per_step, {}
         pair = self._source.choice(LAGS)
         lags = [min(pair[index % 2], len(self._past) - 1) for index in range(size)]
         for lag in sorted(set(lags)):
             self._answer([draw_digits(self._source) for one in lags if one == lag], step, lag)
-        groups = list(self._intake.groups.values())
+        groups = list(self._fetcher.groups.values())
         versions = [(number, number - 1) for number in range(1, step + 2)]
         return Train(step, 1, [one.ticket for one in groups], [one.num_tokens for one in groups], versions)
 
@@ -248,7 +248,7 @@ class Population:
             mine, wanted = answers[index * size : (index + 1) * size], [*sorted(digits), EOS]
             trajectories = tuple(one.finish(self.score(one.tokens, wanted)) for one in mine)
             prompt = np.asarray(prompts[index * size], np.int32)
-            self._intake.groups[self._next_ticket] = Group(self._next_ticket, 1, prompt, trajectories)
+            self._fetcher.groups[self._next_ticket] = Group(self._next_ticket, 1, prompt, trajectories)
             self._next_ticket += 1
 
 

@@ -111,7 +111,7 @@ def make_run(model: Path, cluster: Cluster, tmp_path: Path):
 
 
 def test_a_spike_is_rolled_back_with_half_the_learning_rate_and_the_account_stays_exact(make_run, caplog):
-    caplog.set_level(logging.INFO, "weight_sync.memory.together")
+    caplog.set_level(logging.INFO, "weight_sync.memory.sharded_publish")
     with make_run(lambda call: call == 6, guard={"action": "rollback"}) as run:
         run.go()
         status, rows = run.status(), run.rows()

@@ -23,11 +23,11 @@ from learner.megatron.backend import MegatronBackend
 from learner.ranks import Ranks
 from tests.learner.parts.training import open_backend, train
 from tests.weight_sync.cluster import Cluster, running_cluster
-from weight_sync.handoff import Handoff, publish_together
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.parts import Part
+from weight_sync.memory.sharded_publish import TogetherWriter, Written
 from weight_sync.memory.staging import Staged, open_tensors
-from weight_sync.memory.together import TogetherWriter, Written
+from weight_sync.publisher_client import PublisherClient, publish_sharded
 
 BUCKET_BYTES = 100_000
 """Of which the models' larger tensors fill more than one."""
@@ -86,23 +86,23 @@ def run_publish(placement: Placement, job: dict[str, Any], out: Path) -> dict[st
     cluster, arrived, saved, were_direct = job["cluster"], [], [], []
     leads = placement.rank == 0
     ranks = Ranks(placement.rank, placement.world_size, torch.device("cpu"))
-    together, handoff = WatchedWriter(ranks), None
+    together, publisher_client = WatchedWriter(ranks), None
     if leads:
-        handoff = Handoff(
+        publisher_client = PublisherClient(
             ThreadRuntime(), cluster["publisher"], cluster["shm_prefix"], BUCKET_BYTES, token=job["number"]
         )
         arrivals = Arrivals(cluster["receiver"])
     if placement.rank == job.get("dies"):
         os.environ[faults.VARIABLE] = "together.written"
     for number in range(10 * job["number"], 10 * job["number"] + NUM_VERSIONS):
-        if handoff is not None:
-            assert handoff.has_room()
-        path = ranks.share_bytes(handoff.shared_path.encode() if handoff else None).decode()
+        if publisher_client is not None:
+            assert publisher_client.has_room()
+        path = ranks.share_bytes(publisher_client.shared_path.encode() if publisher_client else None).decode()
         if placement.rank in job.get("elsewhere", ()):
             path = path and "/dev/shm/asyncrl-another-host"
         version = PolicyVersion(number, number)
         together.num_writes = 0
-        assert publish_together(handoff, together, path, version, backend)
+        assert publish_sharded(publisher_client, together, path, version, backend)
         were_direct.append(together.num_writes == 1)
         if leads:
             arrived.append(arrivals.next(number))
@@ -113,8 +113,8 @@ def run_publish(placement: Placement, job: dict[str, Any], out: Path) -> dict[st
         if number % 10 == 1:
             train(backend, range(1))
     backend.close()
-    if handoff is not None:
-        handoff.close()
+    if publisher_client is not None:
+        publisher_client.close()
         arrivals.close()
     return {"arrived": arrived, "saved": saved, "were_direct": were_direct}
 

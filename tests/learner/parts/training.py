@@ -44,7 +44,7 @@ def open_objective(max_lag: int = 4, **changes) -> Objective:
 
 
 class StoredGroups:
-    """An intake whose groups are in memory."""
+    """An fetcher whose groups are in memory."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
@@ -64,8 +64,8 @@ def take_step(
         num_tokens=[group.num_tokens for group in groups],
         versions=list(STEP_OF_VERSION.items()),
     )
-    intake, watch = StoredGroups(groups), watch or Stopwatch()
-    result = train_step(order, intake, models, objective, NUM_MINIBATCHES, watch, max_prompt_tokens=6)
+    fetcher, watch = StoredGroups(groups), watch or Stopwatch()
+    result = train_step(order, fetcher, models, objective, NUM_MINIBATCHES, watch, max_prompt_tokens=6)
     return reduce_over_ranks(models.policy, result.metrics, result.weight)
 
 

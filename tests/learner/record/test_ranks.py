@@ -10,9 +10,9 @@ import pytest
 from asyncrl.core.config.load import dump_resolved
 from learner.batching.batch import assign_shards, plan_minibatches
 from learner.orders import Adjust, Train
+from learner.record.batch_store import FOLDER, BatchStore, RecordedStep
 from learner.record.replay import replay_run
 from learner.record.settings import Settings, settings_of
-from learner.record.shelf import FOLDER, RecordedStep, Shelf
 from tests.learner.guard.guarded_run import make_config
 from tests.learner.parts.samples import make_groups
 
@@ -20,15 +20,15 @@ pytestmark = pytest.mark.long
 NUM_RANKS, NUM_STEPS, NUM_MINIBATCHES = 2, 2, 2
 
 
-def record(shelf: Shelf, step: int, settings: Settings) -> None:
-    """Put a step of made-up groups on the shelf, a share per rank, with no metrics yet."""
+def record(batch_store: BatchStore, step: int, settings: Settings) -> None:
+    """Put a step of made-up groups on the batch_store, a share per rank, with no metrics yet."""
     groups = make_groups(6, seed=step)
     num_tokens_of = {group.ticket: group.num_tokens for group in groups}
     shards = assign_shards(num_tokens_of, plan_minibatches(list(num_tokens_of), NUM_MINIBATCHES), NUM_RANKS)
     order = Train(step, 1, list(num_tokens_of), list(num_tokens_of.values()), [(1, step)])
     for share, tickets in enumerate(shards):
         mine = [group for group in groups if group.ticket in tickets]
-        shelf.write(RecordedStep(order, Adjust(1.0, False), mine, {}, 0, share, NUM_RANKS, settings))
+        batch_store.write(RecordedStep(order, Adjust(1.0, False), mine, {}, 0, share, NUM_RANKS, settings))
 
 
 def test_two_ranks_train_the_shares_that_were_recorded_and_do_so_again_bit_by_bit(
@@ -36,11 +36,11 @@ def test_two_ranks_train_the_shares_that_were_recorded_and_do_so_again_bit_by_bi
 ) -> None:
     learner = {"dp": NUM_RANKS, "groups_per_step": 6, "minibatches": NUM_MINIBATCHES, "steps": NUM_STEPS}
     (tmp_path / "resolved.yaml").write_text(dump_resolved(make_config(model, learner=learner)))
-    shelf = Shelf(tmp_path / FOLDER)
-    shelf.folder.mkdir()
+    batch_store = BatchStore(tmp_path / FOLDER)
+    batch_store.folder.mkdir()
     for step in range(NUM_STEPS):
         config = make_config(model, learner=learner | {"grad_clip": 1.0 / (step + 1)})
-        record(shelf, step, settings_of(config))
+        record(batch_store, step, settings_of(config))
     said: list[str] = []
     first = replay_run(str(tmp_path), "runs", say=said.append)
     assert [sentence for sentence in said if not sentence.startswith("step ")] == [
@@ -51,6 +51,6 @@ def test_two_ranks_train_the_shares_that_were_recorded_and_do_so_again_bit_by_bi
     for compared in first.steps:
         metrics = {found.name: found.replayed for found in compared.differences}
         for share in range(NUM_RANKS):
-            shelf.write(replace(shelf.read(compared.step, share), metrics=metrics))
+            batch_store.write(replace(batch_store.read(compared.step, share), metrics=metrics))
     again = replay_run(str(tmp_path), "runs")
     assert again.is_exact and all(step.num_metrics > 40 for step in again.steps)

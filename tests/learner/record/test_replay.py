@@ -28,10 +28,10 @@ from learner.checkpoint.snapshot import tensor_file
 from learner.checkpoint.store import MANIFEST, Cut, digest_file
 from learner.megatron.value import MegatronValueBackend
 from learner.ranks import Ranks
+from learner.record.batch_store import FOLDER, BatchStore, RecordedStep, RecordedWeights, name_steps
 from learner.record.comparison import Difference
 from learner.record.recorder import Recorder
 from learner.record.replay import replay_run
-from learner.record.shelf import FOLDER, RecordedStep, RecordedWeights, Shelf, name_steps
 from learner.record.state import compare_state
 from learner.trainer import CRITIC
 from tests.learner.guard.guarded_run import Faults, Run, make_config, running
@@ -97,13 +97,13 @@ def test_recorded_steps_train_again_bit_by_bit_from_a_checkpoint(recorded: Path)
 
 
 def test_the_record_goes_as_far_back_as_the_oldest_checkpoint_that_is_kept(recorded: Path):
-    shelf = Shelf(recorded / FOLDER)
+    batch_store = BatchStore(recorded / FOLDER)
     assert CheckpointStore(recorded / "checkpoints", 3).steps() == [4, 6, 7]
-    assert shelf.steps() == [4, 5, 6]
+    assert batch_store.steps() == [4, 5, 6]
     # A response token takes nine bytes and a prompt token four; the rest is of the step and the groups.
-    groups = [group for step in shelf.steps() for group in shelf.read(step, 0).groups]
+    groups = [group for step in batch_store.steps() for group in batch_store.read(step, 0).groups]
     tokens = sum(9 * group.num_response_tokens + 4 * len(group.prompt_ids) for group in groups)
-    assert tokens < shelf.num_bytes() < tokens + 3 * 8000
+    assert tokens < batch_store.num_bytes() < tokens + 3 * 8000
 
 
 def test_a_changed_rate_is_named_with_the_first_step_and_metric_that_it_changes(recorded: Path):
@@ -127,9 +127,9 @@ def test_what_is_set_holds_from_the_first_step_that_is_asked_for_and_not_before(
 
 
 def test_a_step_on_the_way_that_differs_is_told_and_does_not_end_the_replay(folder: Path):
-    shelf = Shelf(folder / FOLDER)
-    step = shelf.read(4, 0)
-    shelf.write(replace(step, metrics={**step.metrics, "actor/lr": 0.5}))
+    batch_store = BatchStore(folder / FOLDER)
+    step = batch_store.read(4, 0)
+    batch_store.write(replace(step, metrics={**step.metrics, "actor/lr": 0.5}))
     asked = ["replay", "recorded", "--from", "5", "--steps", "1", "--diff", "--dir", str(folder.parent)]
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 1
@@ -141,11 +141,11 @@ def test_a_step_on_the_way_that_differs_is_told_and_does_not_end_the_replay(fold
 
 
 def test_the_weights_that_differ_are_not_counted_among_the_metrics(folder: Path):
-    shelf = Shelf(folder / FOLDER)
-    step = shelf.read(4, 0)
+    batch_store = BatchStore(folder / FOLDER)
+    step = batch_store.read(4, 0)
     metrics = {**step.metrics, "actor/lr": 0.5, "of_an_older_asyncrl": 1.0}
-    shelf.write(replace(step, metrics=metrics))
-    shelf.write_weights(RecordedWeights(5, "0" * 32, 4096))
+    batch_store.write(replace(step, metrics=metrics))
+    batch_store.write_weights(RecordedWeights(5, "0" * 32, 4096))
     (compared,) = replayed(folder, 4, 1).steps
     names = [difference.name for difference in compared.differences]
     assert names == ["actor/lr", "of_an_older_asyncrl", "weights"]
@@ -174,7 +174,7 @@ def test_one_step_that_is_equal_is_told_in_the_singular(folder: Path):
         "step 6: all metrics and the weights are bit by bit those of the run",
         f"{state}: bit by bit those of the checkpoint of step 7",
     ]
-    Shelf(folder / FOLDER).weights_path(7).unlink()
+    BatchStore(folder / FOLDER).weights_path(7).unlink()
     shutil.rmtree(folder / "checkpoints" / "step-00000007")
     done = CliRunner().invoke(app, asked)
     assert done.stdout.splitlines() == [
@@ -228,9 +228,9 @@ def test_a_record_without_settings_is_trained_under_the_last_ones_and_that_is_sa
     resumed: Path, tmp_path: Path
 ):
     folder = Path(shutil.copytree(resumed, tmp_path / "old"))
-    shelf = Shelf(folder / FOLDER)
-    for step in shelf.steps():
-        shelf.write(replace(shelf.read(step, 0), settings=None))
+    batch_store = BatchStore(folder / FOLDER)
+    for step in batch_store.steps():
+        batch_store.write(replace(batch_store.read(step, 0), settings=None))
     said: list[str] = []
     found = replayed(folder, 0, 4, stops=True, say=said.append)
     assert said[0].startswith("no configuration was recorded with steps 0 to 3, as by an older")
@@ -239,8 +239,8 @@ def test_a_record_without_settings_is_trained_under_the_last_ones_and_that_is_sa
 
 
 def test_settings_that_are_altered_or_gone_are_not_taken_for_others(folder: Path):
-    shelf = Shelf(folder / FOLDER)
-    path = shelf.settings_path(shelf.settings_digest(4))
+    batch_store = BatchStore(folder / FOLDER)
+    path = batch_store.settings_path(batch_store.settings_digest(4))
     path.write_text(path.read_text().replace("0.0001", "0.0002"))
     with pytest.raises(CheckpointError, match="is altered"):
         replayed(folder, 4, 1)
@@ -250,14 +250,14 @@ def test_settings_that_are_altered_or_gone_are_not_taken_for_others(folder: Path
 
 
 def test_an_override_that_does_not_fit_the_recorded_settings_is_refused(folder: Path):
-    shelf = Shelf(folder / FOLDER)
-    step = shelf.read(4, 0)
-    shelf.write(replace(step, settings={**step.settings, "algorithm": {"loss": 3}}))
+    batch_store = BatchStore(folder / FOLDER)
+    step = batch_store.read(4, 0)
+    batch_store.write(replace(step, settings={**step.settings, "algorithm": {"loss": 3}}))
     with pytest.raises(ConfigError, match=r"recorded under cannot be used: algorithm\.loss"):
         replayed(folder, 4, 1)
-    shelf.write(step)
-    step = shelf.read(5, 0)
-    shelf.write(replace(step, settings={**step.settings, "algorithm": {"loss": 3}}))
+    batch_store.write(step)
+    step = batch_store.read(5, 0)
+    batch_store.write(replace(step, settings={**step.settings, "algorithm": {"loss": 3}}))
     said: list[str] = []
     with pytest.raises(ConfigError, match=r"recorded under cannot be used: algorithm\.loss"):
         replayed(folder, 5, 1, say=said.append)
@@ -318,15 +318,15 @@ def test_each_part_of_the_state_has_its_name(model: Path, tmp_path: Path):
 
 
 def test_a_changed_bit_in_a_recorded_group_is_named(folder: Path):
-    shelf = Shelf(folder / FOLDER)
-    ticket = shelf.read(5, 0).groups[-1].ticket
-    flip_bit(shelf.batch_path(5, 0), 3)
+    batch_store = BatchStore(folder / FOLDER)
+    ticket = batch_store.read(5, 0).groups[-1].ticket
+    flip_bit(batch_store.batch_path(5, 0), 3)
     with pytest.raises(CheckpointError, match=rf"the group of ticket {ticket} in .*step-00000005"):
         replayed(folder, 4, 3)
 
 
 def test_a_changed_bit_in_the_rest_of_a_recorded_step_is_found(folder: Path):
-    path = Shelf(folder / FOLDER).batch_path(4, 0)
+    path = BatchStore(folder / FOLDER).batch_path(4, 0)
     data = bytearray(path.read_bytes())
     data[200] ^= 1
     path.write_bytes(data)
@@ -338,7 +338,7 @@ def test_a_step_that_is_not_recorded_is_named(folder: Path):
     for given in ((5, 3), (7,), (99,)):
         with pytest.raises(DataError, match=f"step {max(given[0], 7)} is not in the record"):
             replayed(folder, *given)
-    Shelf(folder / FOLDER).batch_path(5, 0).unlink()
+    BatchStore(folder / FOLDER).batch_path(5, 0).unlink()
     with pytest.raises(DataError, match=r"step 5 is not in the record .* Recorded are steps 4 and 6;"):
         replayed(folder, 4, 3)
 
@@ -371,9 +371,9 @@ def test_the_command_says_what_differs_by_its_exit_code(recorded: Path):
 
 
 def test_a_number_that_json_has_no_word_for_is_null_in_the_output(folder: Path):
-    shelf = Shelf(folder / FOLDER)
-    step = shelf.read(6, 0)
-    shelf.write(replace(step, metrics={**step.metrics, "actor/lr": float("nan")}))
+    batch_store = BatchStore(folder / FOLDER)
+    step = batch_store.read(6, 0)
+    batch_store.write(replace(step, metrics={**step.metrics, "actor/lr": float("nan")}))
     done = CliRunner().invoke(
         app, ["replay", "recorded", "--from", "6", "--json", "--dir", str(folder.parent)]
     )
@@ -382,7 +382,7 @@ def test_a_number_that_json_has_no_word_for_is_null_in_the_output(folder: Path):
 
 
 def test_a_checkpoint_of_other_weights_than_the_run_had_there_is_refused(folder: Path):
-    Shelf(folder / FOLDER).write_weights(RecordedWeights(4, "0" * 32, 4096))
+    BatchStore(folder / FOLDER).write_weights(RecordedWeights(4, "0" * 32, 4096))
     with pytest.raises(CheckpointError, match="the checkpoint of step 4 does not hold the weights"):
         replayed(folder, 4, 1)
 
@@ -393,14 +393,14 @@ def test_another_seed_than_the_run_s_is_refused(recorded: Path):
 
 
 def test_what_a_restore_goes_back_behind_leaves_the_record(folder: Path):
-    shelf = Shelf(folder / FOLDER)
+    batch_store = BatchStore(folder / FOLDER)
     for step in (5, 6, 7):
-        shelf.write_weights(RecordedWeights(step, "0" * 32, 4096))
-    recorder = Recorder(shelf, seed=0, max_stall_s=10.0)
+        batch_store.write_weights(RecordedWeights(step, "0" * 32, 4096))
+    recorder = Recorder(batch_store, seed=0, max_stall_s=10.0)
     recorder.restart_at(5)
     recorder.close()
-    assert shelf.steps() == [4]
-    assert [shelf.read_weights(step) is not None for step in (5, 6, 7)] == [True, False, False]
+    assert batch_store.steps() == [4]
+    assert [batch_store.read_weights(step) is not None for step in (5, 6, 7)] == [True, False, False]
 
 
 def test_a_streamed_step_trains_again_in_the_parts_it_came_in(model: Path, tmp_path: Path):
@@ -426,13 +426,13 @@ def test_a_streamed_step_trains_again_in_the_parts_it_came_in(model: Path, tmp_p
     (tmp_path / "resolved.yaml").write_text(
         dump_resolved(make_config(model, algorithm=ALGORITHM, **sections))
     )
-    recorded = Shelf(tmp_path / FOLDER).read(1, 0)
+    recorded = BatchStore(tmp_path / FOLDER).read(1, 0)
     assert len(recorded.order.parts) == 3 and recorded.order.parts != sorted(recorded.order.parts)
     found = replayed(tmp_path)
     assert (found.began_at, len(found.steps), found.is_exact) == (0, 3, True), found
 
 
-class SlowDisk(Shelf):
+class SlowDisk(BatchStore):
     """Takes nothing until it is told to."""
 
     def write(self, recorded: RecordedStep) -> int:
@@ -445,7 +445,7 @@ class SlowDisk(Shelf):
 def test_a_disk_that_takes_nothing_costs_steps_of_the_record_and_not_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    step = Shelf(folder / FOLDER).read(5, 0)
+    step = BatchStore(folder / FOLDER).read(5, 0)
     disk = SlowDisk(folder / "slow")
     for event in ("has_begun", "may_write"):
         object.__setattr__(disk, event, ThreadEvent())
@@ -476,13 +476,13 @@ def take(recorder: Recorder, step: RecordedStep, number: int, **metrics) -> None
 
 
 def test_a_disk_that_is_full_loses_the_step_and_is_left_as_it_was(folder: Path):
-    shelf = Shelf(folder / FOLDER)
-    step = shelf.read(5, 0)
-    (shelf.folder / ".step-00000003.0.batch.77").write_bytes(b"of a writer that died")
-    (shelf.folder / ".step-00000003.weights.77").write_bytes(b"of a writer that died")
-    others = shelf.folder / ".step-00000003.1.batch.77"
+    batch_store = BatchStore(folder / FOLDER)
+    step = batch_store.read(5, 0)
+    (batch_store.folder / ".step-00000003.0.batch.77").write_bytes(b"of a writer that died")
+    (batch_store.folder / ".step-00000003.weights.77").write_bytes(b"of a writer that died")
+    others = batch_store.folder / ".step-00000003.1.batch.77"
     others.write_bytes(b"of a rank that writes")
-    recorder = Recorder(shelf, seed=0, max_stall_s=10.0)
+    recorder = Recorder(batch_store, seed=0, max_stall_s=10.0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # Python ignores the signal
     try:
@@ -491,23 +491,23 @@ def test_a_disk_that_is_full_loses_the_step_and_is_left_as_it_was(folder: Path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert recorder.take_metrics() == {"record/bytes": 0.0, "record/lost_steps": 1.0}
-    assert list(shelf.folder.glob(".*")) == [others]
+    assert list(batch_store.folder.glob(".*")) == [others]
     take(recorder, step, 10)
     recorder.close()
-    assert shelf.steps() == [4, 5, 6, 10]
+    assert batch_store.steps() == [4, 5, 6, 10]
 
 
 def test_a_record_that_cannot_be_made_or_tidied_costs_the_run_nothing(folder: Path):
     (folder / "file").write_text("no folder")
-    recorder = Recorder(Shelf(folder / "file"), seed=0, max_stall_s=10.0)
+    recorder = Recorder(BatchStore(folder / "file"), seed=0, max_stall_s=10.0)
     recorder.restart_at(0)
     recorder.note_weights(3, "digest", 4096)
     recorder.close()
     assert recorder.take_metrics() == {"record/bytes": 0.0, "record/lost_steps": 1.0}
-    shelf = Shelf(folder / FOLDER)
-    shelf.batch_path(4, 0).unlink()
-    shelf.batch_path(4, 0).mkdir()  # cannot be unlinked
-    recorder = Recorder(shelf, seed=0, max_stall_s=10.0)
+    batch_store = BatchStore(folder / FOLDER)
+    batch_store.batch_path(4, 0).unlink()
+    batch_store.batch_path(4, 0).mkdir()  # cannot be unlinked
+    recorder = Recorder(batch_store, seed=0, max_stall_s=10.0)
     recorder.restart_at(4)
     recorder.remove_before(5)
     recorder.close()
@@ -515,38 +515,38 @@ def test_a_record_that_cannot_be_made_or_tidied_costs_the_run_nothing(folder: Pa
 
 
 def test_a_step_that_cannot_be_packed_is_lost_alone(folder: Path):
-    shelf = Shelf(folder / FOLDER)
-    step = shelf.read(5, 0)
-    recorder = Recorder(shelf, seed=0, max_stall_s=10.0)
+    batch_store = BatchStore(folder / FOLDER)
+    step = batch_store.read(5, 0)
+    recorder = Recorder(batch_store, seed=0, max_stall_s=10.0)
     broken = replace(step, order=replace(step.order, limits=[("a lone surrogate \ud800", 1.0)]))
     take(recorder, broken, 7)
     take(recorder, step, 8, a_metric=torch.tensor(0.5))
     recorder.close()
     assert recorder.take_metrics()["record/lost_steps"] == 1.0
-    assert shelf.steps() == [4, 5, 6, 8] and shelf.read(8, 0).metrics["a_metric"] == 0.5
+    assert batch_store.steps() == [4, 5, 6, 8] and batch_store.read(8, 0).metrics["a_metric"] == 0.5
 
 
 def test_a_learner_that_was_fenced_replaces_nothing_of_a_newer_one(folder: Path):
-    shelf = Shelf(folder / FOLDER)
-    step = shelf.read(5, 0)
+    batch_store = BatchStore(folder / FOLDER)
+    step = batch_store.read(5, 0)
     older = replace(step, order=replace(step.order, token=step.order.token - 1), metrics={})
     with pytest.raises(FencedError, match="no longer the newest"):
-        shelf.write(older)
-    assert shelf.read(5, 0).metrics == step.metrics
-    shelf.batch_path(5, 0).write_bytes(b"torn")
-    shelf.write(older)
+        batch_store.write(older)
+    assert batch_store.read(5, 0).metrics == step.metrics
+    batch_store.batch_path(5, 0).write_bytes(b"torn")
+    batch_store.write(older)
 
 
 def test_a_changed_bit_in_a_digest_of_weights_is_not_read_as_another_digest(folder: Path):
-    shelf = Shelf(folder / FOLDER)
-    shelf.write_weights(RecordedWeights(5, "0" * 32, 4096))
-    flip_bit(shelf.weights_path(5), 20)
+    batch_store = BatchStore(folder / FOLDER)
+    batch_store.write_weights(RecordedWeights(5, "0" * 32, 4096))
+    flip_bit(batch_store.weights_path(5), 20)
     with pytest.raises(CheckpointError, match=r"step-00000005\.weights is torn or altered"):
-        shelf.read_weights(5)
+        batch_store.read_weights(5)
 
 
 def test_the_first_step_by_default_is_one_that_all_recorded_steps_follow(folder: Path):
-    Shelf(folder / FOLDER).batch_path(4, 0).unlink()  # as where an older checkpoint is kept as the best
+    BatchStore(folder / FOLDER).batch_path(4, 0).unlink()  # as where an older checkpoint is kept as the best
     assert CheckpointStore(folder / "checkpoints", 3).steps() == [4, 6, 7]
     assert replayed(folder).began_at == 6
 
@@ -555,7 +555,7 @@ def test_the_last_checkpoint_alone_does_not_empty_the_record(model: Path, record
     with running_cluster() as own_cluster:
         run = go(model, own_cluster, tmp_path, SECTIONS | {"checkpoint": {"every_steps": 2, "keep": 1}})
     assert run.leader.oldest_kept_step == 7
-    assert Shelf(tmp_path / FOLDER).steps()[-1] == 6
+    assert BatchStore(tmp_path / FOLDER).steps()[-1] == 6
     shutil.copy(recorded / "resolved.yaml", tmp_path)
     with pytest.raises(DataError) as caught:
         replayed(tmp_path)
@@ -585,4 +585,4 @@ def test_a_learner_that_fails_writes_down_what_it_trained(model: Path, tmp_path:
     ):
         run.go()
     assert not [thread for thread in threading.enumerate() if thread.name == "recorder"]
-    assert Shelf(tmp_path / FOLDER).steps() == [0, 1]
+    assert BatchStore(tmp_path / FOLDER).steps() == [0, 1]

@@ -66,7 +66,7 @@ def test_injected_waits_come_out_by_cause_and_all_of_it_adds_up(model: Path, tmp
     sections = {"learner": {"steps": 3}, "checkpoint": {"every_steps": 2}}
     with running_cluster() as cluster, running(model, cluster, tmp_path, faults, {}, **sections) as run:
         trainer = run.learner._trainer
-        trainer._intake = SlowFetch(trainer._intake, clock)
+        trainer._fetcher = SlowFetch(trainer._fetcher, clock)
         run.go()
         first, second, third = run.rows()
     for row in (first, second, third):

@@ -117,7 +117,7 @@ class Stage:
         return groups[0]
 
     def counter(self, name: str) -> int:
-        return int(self.gateway.desk.counters[name])
+        return int(self.gateway.manager.counters[name])
 
 
 @dataclass
@@ -191,7 +191,7 @@ def open_gateway_stage(folder: Path, deadline_s: float = 120.0) -> Iterator[Stag
             assert gateway is not None
             gateways.append(gateway)
             client = ReplicaClient(address, "rollout.0", 5.0)
-            return ReplicaParts(metered, client, receiver, gateway.desk, None, prompts, gateway=gateway)
+            return ReplicaParts(metered, client, receiver, gateway.manager, None, prompts, gateway=gateway)
 
         replica, learner = (
             Replica(ThreadRuntime(), "rollout.0", ReplicaSettings(4, 5.0, 10.0), build),

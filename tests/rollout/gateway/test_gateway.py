@@ -237,7 +237,9 @@ def test_sampling_parameters_of_a_framework_are_replaced_counted_and_named(serve
 
 
 def test_a_strict_gateway_tells_why_it_refuses(served: Stage, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(served.gateway.desk, "rules", replace(served.gateway.desk.rules, is_strict=True))
+    monkeypatch.setattr(
+        served.gateway.manager, "rules", replace(served.gateway.manager.rules, is_strict=True)
+    )
     agent = served.open()
     with pytest.raises(openai.BadRequestError, match="'temperature' cannot be"):
         agent.chat(USER, temperature=0.3)
@@ -269,7 +271,7 @@ def test_an_agent_that_changes_its_history_ends_its_group(served: Stage):
 
 def test_missing_siblings_end_a_group_at_its_deadline_with_an_error_in_the_stream(served: Stage):
     served.serve(11, ends=False)
-    served.gateway.desk._deadline_s = 0.5
+    served.gateway.manager._deadline_s = 0.5
     try:
         agent = served.open()
         with pytest.raises(openai.APIError, match="siblings_missing: 0 of 2"):
@@ -278,7 +280,7 @@ def test_missing_siblings_end_a_group_at_its_deadline_with_an_error_in_the_strea
             agent.chat(USER)
         assert refused.value.status_code == 410
     finally:
-        served.gateway.desk._deadline_s = 120.0
+        served.gateway.manager._deadline_s = 120.0
     wait_for(lambda: served.replica.status().engine.in_flight_requests == 0, "the aborted call")
     served.serve(1)
 

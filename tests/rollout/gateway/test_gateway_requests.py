@@ -104,7 +104,7 @@ def test_a_replicas_gateway_is_as_strict_as_its_configuration(tmp_path: Path, is
     context = ServiceContext(config, "rollout.0", tmp_path, "test")
     engine: Any = VllmEngine(VllmSettings("m", "float32", 8, 1, 1 << 20))
     built = build_gateway(context, PromptSet((), "digest"), engine, meter=engine)
-    assert built is not None and built.desk.rules.is_strict is is_strict
+    assert built is not None and built.manager.rules.is_strict is is_strict
 
 
 def test_the_rows_count_replaced_parameters_of_all_replicas_and_of_replicas_that_were_replaced():

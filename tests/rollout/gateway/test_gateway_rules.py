@@ -28,7 +28,7 @@ from rollout_service.gateway.history import Asked, Step, asked_in_chat, asked_in
 from rollout_service.gateway.keys import VARIABLE, GatewayKey, read_key
 from rollout_service.gateway.refusal import EpisodeFailed, NobodyCame, Refusal
 from rollout_service.gateway.rules import Rules
-from rollout_service.gateway.sessions import Desk, Session
+from rollout_service.gateway.sessions import Session, SessionManager
 from rollout_service.gateway.transcript import Transcript, Turn, common_prompt
 
 RULES = Rules(run_seed=0, group_size=2, temperature=0.7, max_tokens=20, max_prompt_tokens=10)
@@ -187,29 +187,29 @@ def test_what_agents_cannot_give_is_a_conflict(more: dict[str, Any], told: str):
 # Sessions
 
 
-def make_desk(deadline_s: float = 20.0) -> tuple[Desk, list[str]]:
+def make_desk(deadline_s: float = 20.0) -> tuple[SessionManager, list[str]]:
     prompt = TokenizedPrompt(0, Prompt(0, "hello", "truth", "", {}), np.asarray([1], dtype=np.int32))
     aborted: list[str] = []
 
     async def abort(ids: list[str]) -> None:
         aborted.extend(ids)
 
-    return Desk(PromptSet((prompt,), "digest"), RULES, deadline_s, abort), aborted
+    return SessionManager(PromptSet((prompt,), "digest"), RULES, deadline_s, abort), aborted
 
 
-def test_a_desk_is_idle_from_when_its_last_agent_has_gone():
+def test_a_manager_is_idle_from_when_its_last_agent_has_gone():
     async def come_and_go() -> None:
-        desk, _ = make_desk()
+        manager, _ = make_desk()
         await asyncio.sleep(0.05)
-        assert desk.idle_s >= 0.05, "nobody has ever come"
-        waiting = asyncio.create_task(desk.open(60.0))
+        assert manager.idle_s >= 0.05, "nobody has ever come"
+        waiting = asyncio.create_task(manager.open(60.0))
         await asyncio.sleep(0.02)
-        assert desk.idle_s == 0.0, "an agent waits"
+        assert manager.idle_s == 0.0, "an agent waits"
         waiting.cancel()
         began = time.monotonic()
         with pytest.raises(Refusal, match="no group was admitted"):
-            await desk.open(0.05)
-        assert desk.idle_s <= time.monotonic() - began - 0.05, "it went at the end of its wait"
+            await manager.open(0.05)
+        assert manager.idle_s <= time.monotonic() - began - 0.05, "it went at the end of its wait"
 
     asyncio.run(come_and_go())
 
@@ -224,26 +224,26 @@ def speak(session: Session, prompt: tuple[int, ...] = (1, 2), ids: tuple[int, ..
 
 
 def play(deadline_s: float, script: Any) -> Any:
-    """Run `script(desk, first session, the group's task)` on a desk with one lease."""
+    """Run `script(manager, first session, the group's task)` on a manager with one lease."""
 
     async def run() -> Any:
-        desk, aborted = make_desk(deadline_s)
-        opening = asyncio.create_task(desk.open(5.0))
+        manager, aborted = make_desk(deadline_s)
+        opening = asyncio.create_task(manager.open(5.0))
         await asyncio.sleep(0)
-        assert desk.num_groups_wanted == 1
-        group = asyncio.create_task(desk.run(GRANT))
+        assert manager.num_groups_wanted == 1
+        group = asyncio.create_task(manager.run(GRANT))
         first = await opening
-        assert desk.num_groups_wanted == 0
-        await script(desk, first, group)
-        assert desk.status("http://here").sessions == 0
+        assert manager.num_groups_wanted == 0
+        await script(manager, first, group)
+        assert manager.status("http://here").sessions == 0
         return aborted
 
     return asyncio.run(run())
 
 
 def test_a_group_is_complete_when_its_last_sibling_has_its_reward():
-    async def script(desk: Desk, first: Session, group: Any) -> None:
-        second = await desk.open(0.0)
+    async def script(manager: SessionManager, first: Session, group: Any) -> None:
+        second = await manager.open(0.0)
         assert {first.id, second.id} == {"5.1.0", "5.1.1"}
         speak(first)
         speak(second, (1, 2, 9), (4, 5))
@@ -260,26 +260,26 @@ def test_a_group_is_complete_when_its_last_sibling_has_its_reward():
         assert [t.response_ids.tolist() for t in found.trajectories] == [[3], [9, 4, 5]]
         assert [t.loss_mask.tolist() for t in found.trajectories] == [[1], [0, 1, 1]]
         with pytest.raises(Refusal, match="its group is complete"):
-            desk.find(first.key)
+            manager.find(first.key)
 
     play(20.0, script)
 
 
 def test_missing_siblings_end_the_group_at_its_deadline_and_what_is_in_flight():
-    async def script(desk: Desk, first: Session, group: Any) -> None:
+    async def script(manager: SessionManager, first: Session, group: Any) -> None:
         call = first.begin(chat(HELLO))
         call.request_id = "in-flight"
         with pytest.raises(EpisodeFailed, match=r"siblings_missing: 0 of 2 .* 1 were opened"):
             await group
         with pytest.raises(Refusal, match="has ended: siblings_missing") as refused:
-            desk.find(first.key)
+            manager.find(first.key)
         assert refused.value.status == 410
 
     assert play(0.05, script) == ["in-flight"]
 
 
 def test_a_changed_history_ends_the_group_at_once():
-    async def script(desk: Desk, first: Session, group: Any) -> None:
+    async def script(manager: SessionManager, first: Session, group: Any) -> None:
         speak(first)
         with pytest.raises(Refusal, match="not the one"):
             first.begin(chat(MORE))
@@ -290,7 +290,7 @@ def test_a_changed_history_ends_the_group_at_once():
 
 
 def test_a_session_has_one_call_at_a_time_and_no_reward_without_an_answer():
-    async def script(desk: Desk, first: Session, group: Any) -> None:
+    async def script(manager: SessionManager, first: Session, group: Any) -> None:
         with pytest.raises(Refusal, match="no answer"):
             first.close(1.0, {})
         call = first.begin(chat(HELLO))
@@ -304,13 +304,13 @@ def test_a_session_has_one_call_at_a_time_and_no_reward_without_an_answer():
         with pytest.raises(asyncio.CancelledError):
             await group
         with pytest.raises(Refusal, match="no longer this replica's"):
-            desk.find(first.key)
+            manager.find(first.key)
 
     play(20.0, script)
 
 
 def test_an_answer_that_comes_after_its_client_left_is_not_recorded():
-    async def script(desk: Desk, first: Session, group: Any) -> None:
+    async def script(manager: SessionManager, first: Session, group: Any) -> None:
         call = first.begin(chat(HELLO))
         call.end()
         first.record(call, turn((1,), (2,)))
@@ -323,8 +323,8 @@ def test_an_answer_that_comes_after_its_client_left_is_not_recorded():
 
 
 def test_a_turn_asked_again_has_the_seed_that_it_had_and_the_next_one_another():
-    async def script(desk: Desk, first: Session, group: Any) -> None:
-        second = await desk.open(0.0)
+    async def script(manager: SessionManager, first: Session, group: Any) -> None:
+        second = await manager.open(0.0)
         seeds = [first.seed(0, Step.FIRST), second.seed(0, Step.FIRST)]
         speak(first)
         assert first.seed(0, Step.AGAIN) == seeds[0]
@@ -338,8 +338,8 @@ def test_a_turn_asked_again_has_the_seed_that_it_had_and_the_next_one_another():
 
 
 def test_siblings_whose_prompts_have_nothing_in_common_are_no_group():
-    async def script(desk: Desk, first: Session, group: Any) -> None:
-        second = await desk.open(0.0)
+    async def script(manager: SessionManager, first: Session, group: Any) -> None:
+        second = await manager.open(0.0)
         speak(first, (1, 2))
         speak(second, (2, 1))
         for session in (first, second):
@@ -352,35 +352,35 @@ def test_siblings_whose_prompts_have_nothing_in_common_are_no_group():
 
 def test_nobody_gets_a_session_without_a_lease_or_while_draining():
     async def run() -> None:
-        desk, _ = make_desk()
+        manager, _ = make_desk()
         asked: list[int] = []
-        desk.on_demand = lambda: asked.append(desk.num_groups_wanted)
+        manager.on_demand = lambda: asked.append(manager.num_groups_wanted)
         with pytest.raises(Refusal, match="no group was admitted") as refused:
-            await desk.open(0.01)
-        assert (refused.value.status, asked, desk.num_groups_wanted) == (503, [1], 0)
-        waiting = asyncio.create_task(desk.open(5.0))
+            await manager.open(0.01)
+        assert (refused.value.status, asked, manager.num_groups_wanted) == (503, [1], 0)
+        waiting = asyncio.create_task(manager.open(5.0))
         await asyncio.sleep(0)
-        desk.refuse_sessions()
-        for attempt in (waiting, desk.open(5.0)):
+        manager.refuse_sessions()
+        for attempt in (waiting, manager.open(5.0)):
             with pytest.raises(Refusal, match="about to stop"):
                 await attempt
         with pytest.raises(Refusal, match="missing or wrong"):
-            desk.find("nobody's")
+            manager.find("nobody's")
 
     asyncio.run(run())
 
 
 def test_a_drain_hands_back_the_groups_that_no_agent_can_complete_any_more():
-    async def script(desk: Desk, first: Session, group: Any) -> None:
-        siblings = [first, await desk.open(0.0)]
-        half_open = asyncio.create_task(desk.run(msgspec.structs.replace(GRANT, ticket=6)))
+    async def script(manager: SessionManager, first: Session, group: Any) -> None:
+        siblings = [first, await manager.open(0.0)]
+        half_open = asyncio.create_task(manager.run(msgspec.structs.replace(GRANT, ticket=6)))
         await asyncio.sleep(0)
-        alone = await desk.open(0.0)
-        desk.refuse_sessions()
+        alone = await manager.open(0.0)
+        manager.refuse_sessions()
         with pytest.raises(asyncio.CancelledError):  # the farewell of the replica releases its lease
             await half_open
         with pytest.raises(Refusal, match="has ended: draining"):
-            desk.find(alone.key)
+            manager.find(alone.key)
         for session in siblings:
             speak(session)
             session.close(1.0, {})
@@ -396,12 +396,12 @@ def test_a_group_that_no_agent_opened_is_no_failed_attempt(
     monkeypatch.setattr(sessions, "UNOPENED_S", 0.05)
 
     async def run() -> None:
-        desk, _ = make_desk(deadline_s)
+        manager, _ = make_desk(deadline_s)
         with pytest.raises(NobodyCame, match="0 were opened"):
-            await asyncio.wait_for(desk.run(GRANT), 5.0)
-        group = asyncio.create_task(desk.run(GRANT))
+            await asyncio.wait_for(manager.run(GRANT), 5.0)
+        group = asyncio.create_task(manager.run(GRANT))
         await asyncio.sleep(0)
-        desk.take_back(await desk.open(0.0))
+        manager.take_back(await manager.open(0.0))
         with pytest.raises(NobodyCame):
             await asyncio.wait_for(group, 5.0)
 
@@ -409,18 +409,18 @@ def test_a_group_that_no_agent_opened_is_no_failed_attempt(
 
 
 def test_a_sample_that_was_taken_back_goes_to_the_next_agent():
-    async def script(desk: Desk, first: Session, group: Any) -> None:
-        second = await desk.open(0.0)
-        waiting = asyncio.create_task(desk.open(5.0))
+    async def script(manager: SessionManager, first: Session, group: Any) -> None:
+        second = await manager.open(0.0)
+        waiting = asyncio.create_task(manager.open(5.0))
         await asyncio.sleep(0)
-        desk.take_back(first)
+        manager.take_back(first)
         third = await waiting
         assert (third.id, third.key != first.key) == ("5.1.0", True)
         for session, ids in ((second, (4,)), (third, (3,))):
             speak(session, ids=ids)
             session.close(1.0, {})
         assert [t.response_ids.tolist() for t in (await group).trajectories] == [[3], [4]]
-        desk.take_back(third)  # too late: its group has ended
+        manager.take_back(third)  # too late: its group has ended
 
     play(20.0, script)
 
@@ -428,35 +428,35 @@ def test_a_sample_that_was_taken_back_goes_to_the_next_agent():
 # Strangers at the door
 
 
-def make_app(desk: Desk) -> Any:
+def make_app(manager: SessionManager) -> Any:
     serving: Any = None  # no call is made
-    return build_app(Routes(desk, serving, GatewayKey(""), lambda: "http://here", lambda: True))
+    return build_app(Routes(manager, serving, GatewayKey(""), lambda: "http://here", lambda: True))
 
 
 def visit(script: Any) -> None:
-    """Run `script(desk, post)` where `post(path, body, key)` is a request to the app without an engine."""
+    """Run `script(manager, post)` where `post(path, body, key)` is a request to the app without an engine."""
 
     async def run() -> None:
-        desk, _ = make_desk()
-        transport = httpx.ASGITransport(make_app(desk))
+        manager, _ = make_desk()
+        transport = httpx.ASGITransport(make_app(manager))
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
 
             async def post(path: str, body: str, key: str = "") -> httpx.Response:
                 headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
                 return await client.post(path, content=body.encode(), headers=headers)
 
-            await script(desk, post)
+            await script(manager, post)
 
     asyncio.run(run())
 
 
-async def open_two(desk: Desk, post: Any) -> tuple[asyncio.Task[Any], list[str]]:
+async def open_two(manager: SessionManager, post: Any) -> tuple[asyncio.Task[Any], list[str]]:
     """Return a group's task, and the keys of its two sessions, each with an answer."""
-    group = asyncio.create_task(desk.run(GRANT))
+    group = asyncio.create_task(manager.run(GRANT))
     await asyncio.sleep(0)
     keys = [(await post("/sessions", "{}")).json()["key"] for _ in range(2)]
     for key in keys:
-        speak(desk.find(key))
+        speak(manager.find(key))
     return group, keys
 
 
@@ -479,8 +479,8 @@ BAD_REWARDS = {
 
 @pytest.mark.parametrize("body", BAD_REWARDS.values(), ids=BAD_REWARDS.keys())
 def test_a_reward_that_cannot_be_pushed_is_refused_and_the_session_stays_open(body: str):
-    async def script(desk: Desk, post: Any) -> None:
-        group, keys = await open_two(desk, post)
+    async def script(manager: SessionManager, post: Any) -> None:
+        group, keys = await open_two(manager, post)
         refused = await post("/reward", body, keys[0])
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, 400), refused.text
         for key in keys:
@@ -492,8 +492,8 @@ def test_a_reward_that_cannot_be_pushed_is_refused_and_the_session_stays_open(bo
 
 
 def test_the_limit_of_parts_holds_for_all_siblings_together():
-    async def script(desk: Desk, post: Any) -> None:
-        group, keys = await open_two(desk, post)
+    async def script(manager: SessionManager, post: Any) -> None:
+        group, keys = await open_two(manager, post)
         most = {str(number): 1 for number in range(MAX_REWARD_PARTS)}
         assert (await post("/reward", json.dumps({"reward": 1, "parts": most}), keys[0])).status_code == 200
         assert "33 reward parts" in (await post("/reward", part("one more"), keys[1])).text
@@ -504,9 +504,9 @@ def test_the_limit_of_parts_holds_for_all_siblings_together():
 
 
 def test_a_reward_for_a_group_that_has_just_ended_is_not_called_taken():
-    async def script(desk: Desk, post: Any) -> None:
-        group, keys = await open_two(desk, post)
-        session = desk.find(keys[0])
+    async def script(manager: SessionManager, post: Any) -> None:
+        group, keys = await open_two(manager, post)
+        session = manager.find(keys[0])
         session.group.fail(EpisodeFailed("agent_failed: a sibling"))
         with pytest.raises(Refusal, match="group has ended"):
             session.close(1.0, {})
@@ -520,7 +520,7 @@ def test_a_reward_for_a_group_that_has_just_ended_is_not_called_taken():
 @pytest.mark.parametrize("has_group", [False, True])
 def test_an_agent_that_hangs_up_while_it_waits_gets_no_session(has_group: bool):
     async def run() -> None:
-        desk, _ = make_desk()
+        manager, _ = make_desk()
         left, sent = asyncio.Event(), []
         said = [{"type": "http.request", "body": b'{"wait_s": 30}', "more_body": False}]
 
@@ -535,16 +535,16 @@ def test_an_agent_that_hangs_up_while_it_waits_gets_no_session(has_group: bool):
 
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/sessions", "query_string": b""}
-        asking = asyncio.create_task(make_app(desk)({**scope, "headers": headers}, receive, send))
-        while desk.num_groups_wanted == 0:
+        asking = asyncio.create_task(make_app(manager)({**scope, "headers": headers}, receive, send))
+        while manager.num_groups_wanted == 0:
             await asyncio.sleep(0)
-        group = asyncio.create_task(desk.run(GRANT)) if has_group else None
+        group = asyncio.create_task(manager.run(GRANT)) if has_group else None
         left.set()
         await asyncio.wait_for(asking, 5.0)
         assert sent[0]["status"] == 499
-        assert (desk.num_groups_wanted, desk.status("http://here").sessions) == (0, 0)
+        assert (manager.num_groups_wanted, manager.status("http://here").sessions) == (0, 0)
         if group is not None:
-            assert (await desk.open(0.0)).sample == 0
+            assert (await manager.open(0.0)).sample == 0
             group.cancel()
 
     asyncio.run(run())
@@ -559,7 +559,7 @@ def test_an_agent_that_hangs_up_while_it_waits_gets_no_session(has_group: bool):
     ],
 )
 def test_a_path_that_is_not_served_is_answered_with_those_that_are(path: str, told: str):
-    async def script(desk: Desk, post: Any) -> None:
+    async def script(manager: SessionManager, post: Any) -> None:
         answer = await post(path, "{}")
         error = answer.json()["error"]
         assert (answer.status_code, error["type"]) == (404, "not_found")
@@ -573,9 +573,9 @@ def test_an_engine_that_died_between_calls_is_noticed():
     engine: Any = SimpleNamespace(client=SimpleNamespace(errored=False), death=lambda: died)
 
     async def run() -> None:
-        desk, _ = make_desk()
+        manager, _ = make_desk()
         settings = GatewaySettings("127.0.0.1", 0, 20.0)
-        gateway = Gateway(settings, RULES, GatewayKey(""), desk._prompts, engine, meter=engine)
+        gateway = Gateway(settings, RULES, GatewayKey(""), manager._prompts, engine, meter=engine)
         watching = asyncio.create_task(gateway.watch())
         await asyncio.sleep(0)
         assert not watching.done()

@@ -11,11 +11,11 @@ import pytest
 
 from rollout_service.gateway import server
 from rollout_service.gateway.server import make_server
-from rollout_service.gateway.sessions import Desk
+from rollout_service.gateway.sessions import SessionManager
 from tests.rollout.gateway.test_gateway_rules import GRANT, make_app, make_desk
 
 HEAD = b"POST /sessions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nContent-Type: application/json\r\n"
-Script = Callable[[Desk, "Visitor"], Awaitable[None]]
+Script = Callable[[SessionManager, "Visitor"], Awaitable[None]]
 
 
 class Visitor:
@@ -59,18 +59,18 @@ async def read_end(reader: asyncio.StreamReader) -> bytes:
 
 
 def serve(script: Script) -> None:
-    """Run `script(desk, visitor)` beside the real server."""
+    """Run `script(manager, visitor)` beside the real server."""
 
     async def run() -> None:
-        desk, _ = make_desk(deadline_s=600.0)
+        manager, _ = make_desk(deadline_s=600.0)
         listener = socket.create_server(("127.0.0.1", 0))
-        running = make_server(make_app(desk), 2.0)
+        running = make_server(make_app(manager), 2.0)
         serving = asyncio.create_task(running.serve(sockets=[listener]))
         while not running.started:
             await asyncio.sleep(0.01)
         visitor = Visitor(listener.getsockname()[1])
         try:
-            await script(desk, visitor)
+            await script(manager, visitor)
         finally:
             visitor.close()
             running.should_exit = True
@@ -96,11 +96,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["nothing", "a wrong key", "health"],
 )
 def test_an_agent_gets_in_whatever_strangers_hold_open(said: bytes) -> None:
-    async def script(desk: Desk, visitor: Visitor) -> None:
+    async def script(manager: SessionManager, visitor: Visitor) -> None:
         readers = [await visitor.connect(said) for _ in range(200)]
         if said:
             assert await asyncio.wait_for(readers[-1].readline(), 60.0)
-        group = asyncio.create_task(desk.run(GRANT))
+        group = asyncio.create_task(manager.run(GRANT))
         async with visitor.client() as client:
             assert (await client.post("/sessions", json={})).status_code == 200
         group.cancel()
@@ -113,8 +113,8 @@ def test_a_connection_without_a_key_ends_at_its_deadline_and_one_with_a_key_stay
 ) -> None:
     monkeypatch.setattr(server, "HEAD_DEADLINE_S", 1.0)
 
-    async def script(desk: Desk, visitor: Visitor) -> None:
-        group = asyncio.create_task(desk.run(GRANT))
+    async def script(manager: SessionManager, visitor: Visitor) -> None:
+        group = asyncio.create_task(manager.run(GRANT))
         agent = await visitor.connect(HEAD + b"\r\n{}")
         assert (await agent.readline()).startswith(b"HTTP/1.1 200 ")
         assert b"200" not in await asyncio.wait_for(visitor.trickle(), 60.0)
@@ -126,7 +126,7 @@ def test_a_connection_without_a_key_ends_at_its_deadline_and_one_with_a_key_stay
 
 
 def test_the_address_with_the_most_strangers_loses_its_oldest() -> None:
-    async def script(desk: Desk, visitor: Visitor) -> None:
+    async def script(manager: SessionManager, visitor: Visitor) -> None:
         slow = await visitor.connect(HEAD)
         crowd = [await visitor.connect(host="127.0.0.2") for _ in range(40)]
         await asyncio.gather(*map(read_end, crowd[:24]))
@@ -137,8 +137,8 @@ def test_the_address_with_the_most_strangers_loses_its_oldest() -> None:
 
 
 def test_who_has_shown_the_key_of_a_session_is_no_stranger() -> None:
-    async def script(desk: Desk, visitor: Visitor) -> None:
-        group = asyncio.create_task(desk.run(GRANT))
+    async def script(manager: SessionManager, visitor: Visitor) -> None:
+        group = asyncio.create_task(manager.run(GRANT))
         async with visitor.client() as client:
             key = (await client.post("/sessions", json={})).json()["key"]
         said = HEAD.replace(b"/sessions", b"/reward") + f"Authorization: Bearer {key}\r\n\r\n{{}}".encode()

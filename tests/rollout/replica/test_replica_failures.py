@@ -180,7 +180,7 @@ class NotingPart:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.desk = SimpleNamespace(num_groups_wanted=0)
+        self.manager = SimpleNamespace(num_groups_wanted=0)
 
     async def start(self, on_demand: object) -> None: ...
 

@@ -44,7 +44,7 @@ SMALL = frozenset(
         "rollout_service.rewards.served.processes.surroundings",
         "rollout_service.rewards.served.symbolic",
         "weight_sync.coordination.callers",
-        "weight_sync.coordination.picture",
+        "weight_sync.coordination.status_snapshot",
     }
 )
 """Small files with one importer that were not joined to it yet. A name goes with its file; none is added."""

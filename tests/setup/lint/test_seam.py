@@ -40,7 +40,7 @@ ALLOWED = {
     "asyncrl/core/files/private.py": SECRET,
     "asyncrl/control/record/sinks/opening.py": SECRET,
     "rollout_service/gateway/keys.py": SECRET,
-    "weight_sync/memory/together.py": SECRET,
+    "weight_sync/memory/sharded_publish.py": SECRET,
     "asyncrl/buffer/journals/redis/past.py": STORAGE,
     "asyncrl/buffer/journals/redis/server.py": STORAGE,
     "asyncrl/core/metrics/row_log.py": STORAGE,

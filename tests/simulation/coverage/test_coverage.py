@@ -23,7 +23,7 @@ def test_each_test_that_the_report_names_is_there_and_so_is_its_function() -> No
 
 
 def test_the_fewest_tests_that_run_all_that_is_left_are_named_and_of_those_the_nearest() -> None:
-    path = "learner/intake.py"
+    path = "learner/batch_fetcher.py"
     both, other = {path: {"f+1", "f+2"}}, {path: {"f+1", "f+2", "g+1"}}
     near, far = "tests/learner/test_intake.py::test_b", "tests/core/test_a.py::test_a"
     run = {near: both, far: both, "tests/learner/test_intake.py::test_a": other}

@@ -17,7 +17,7 @@ from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.runtime import SimRuntime
 from tests.simulation.kernel.world import Process, Waiters, World
 from weight_sync.backends.contract import Group
-from weight_sync.protocol.floor import ID_BITS
+from weight_sync.protocol.state import ID_BITS
 
 NOTICE_S = 0.05
 STUCK_LOOK_S = 0.1

@@ -18,8 +18,8 @@ from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.experience import Group, Trajectory
 from asyncrl.core.service_command import AnyCommand, Pause, RetireReplica, Unpause
+from learner.batch_fetcher import BatchFetcher
 from learner.checkpoint import CheckpointStore
-from learner.intake import Intake
 from learner.leader import Leader
 from rollout_service.data.prompts import TokenizedPrompt
 from rollout_service.engine.metered import MeteredEngine
@@ -42,8 +42,8 @@ from tests.simulation.run.rank import PlayedRank
 from tests.simulation.run.scenario import Scenario
 from tests.simulation.sync.cluster import SyncCluster, address_of
 from tests.simulation.sync.content import BUCKET_BYTES, Truth
-from weight_sync.handoff import Handoff
 from weight_sync.link import ReceiverLink
+from weight_sync.publisher_client import PublisherClient
 
 T = TypeVar("T")
 EVENTS_PER_SNAPSHOT = 60
@@ -149,10 +149,10 @@ class RunCluster(SyncCluster):
         client = WatchedLearner(runtime, self.run_judge)
         kept = config.checkpoint
         store = CheckpointStore(self.folder / "checkpoints", kept.keep, kept.keep_best)
-        connect = partial(Handoff, runtime, address_of("publisher.0"), self.prefix, BUCKET_BYTES)
+        connect = partial(PublisherClient, runtime, address_of("publisher.0"), self.prefix, BUCKET_BYTES)
         leader = self.leader = Leader(config, client, connect, store, 1, runtime)
-        intake = Intake(client, prefetches=True)
-        rank = PlayedRank(runtime, self.run_scenario, leader, intake, store, self.run_judge)
+        fetcher = BatchFetcher(client, prefetches=True)
+        rank = PlayedRank(runtime, self.run_scenario, leader, fetcher, store, self.run_judge)
         for order in leader.orders(runtime.event()):
             rank.perform(order)
         if rank.is_complete:

@@ -12,7 +12,7 @@ from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.messages import EvaluationOrder, LeaseReply
 from asyncrl.buffer.replica_ops import ReplicaOps
-from asyncrl.buffer.service import Desk
+from asyncrl.buffer.service import RequestHandler
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core import staleness as versions
 from asyncrl.core.errors import AsyncrlError, EngineError
@@ -40,7 +40,7 @@ def _keep_stored(self: LedgerState, event: Any) -> None:
     self.stored |= kept
 
 
-def _answer_first(self: Desk) -> None:
+def _answer_first(self: RequestHandler) -> None:
     outbox, self._outbox = self._outbox, []
     for answer in outbox:
         answer.send()
@@ -129,7 +129,7 @@ def _skip_resume(self: Leader, step: int, refused: Any) -> None:
 _LEASE = ReplicaClient.lease
 _FINISH = EvaluationOrders.finish
 _RESERVE, _ISSUE, _TRAINED = LedgerState._reserve, LedgerState._issue, Ledger.trained
-_END_TURN = Desk.end_turn
+_END_TURN = RequestHandler.end_turn
 
 MUTANTS = (
     Mutant(
@@ -160,7 +160,7 @@ MUTANTS = (
         "durable_answers",
         "answers wait until their turn is durable",
         "kill_buffer",
-        (Patch(Desk, "end_turn", _answer_first),),
+        (Patch(RequestHandler, "end_turn", _answer_first),),
     ),
     Mutant(
         "lineages",

@@ -13,10 +13,10 @@ from pathlib import Path
 from asyncrl.core import staleness as versions
 from asyncrl.core.experience import Group
 from asyncrl.core.staleness import PolicyVersion
+from learner.batch_fetcher import BatchFetcher, FittingGroups
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
 from learner.checkpoint.writer import BackgroundWriter
-from learner.intake import FittingGroups, Intake
 from learner.leader import Leader
 from learner.orders import Adjust, Checkpoint, Finish, Order, Publish, Restore, Train
 from tests.simulation.accounts.truth import ROOT
@@ -50,12 +50,12 @@ class PlayedRank:
         runtime: SimRuntime,
         scenario: Scenario,
         leader: Leader,
-        intake: Intake,
+        fetcher: BatchFetcher,
         store: CheckpointStore,
         judge: RunJudge,
     ) -> None:
         self._runtime, self._scenario, self._leader = runtime, scenario, leader
-        self._source, self._store, self._judge = FittingGroups(intake, scenario.longest_row), store, judge
+        self._source, self._store, self._judge = FittingGroups(fetcher, scenario.longest_row), store, judge
         self._writer = BackgroundWriter(0, runtime=runtime)
         self.node = ROOT
         self._groups: list[Group] = []
@@ -123,7 +123,7 @@ class PlayedRank:
         version, token = PolicyVersion(order.number, order.step), self._leader.token
         tensors = self._judge.make_weights(order.number, token, self.node)
         self._judge.begin_publish(self._runtime.process, token, order.number)
-        if self._leader.handoff.publish(version, tensors):
+        if self._leader.publisher_client.publish(version, tensors):
             self._judge.hear_publish(self._runtime.process, token, order.number)
 
 

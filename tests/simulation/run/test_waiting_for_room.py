@@ -15,8 +15,8 @@ from tests.simulation.parts.stage import play_stage
 from tests.simulation.run.data import read_data
 from tests.simulation.run.play import Stage
 from tests.simulation.run.scenario import Scenario
-from weight_sync.handoff import ROOM_WAIT_S
 from weight_sync.publisher import PublisherService
+from weight_sync.publisher_client import ROOM_WAIT_S
 
 TRAINED_AT, KILLED_AT, FREE_AT = 5.0, 15.1, 20.3
 SCENARIO = Scenario(

@@ -1,6 +1,6 @@
 """The processes of weight sync: production services on simulated runtimes, a played learner and engines.
 
-learner.0 (played, with `Handoff`) -> publisher.0 -> receiver.n -> rollout.n (`Replica`, a played engine)
+learner.0 (played, with `PublisherClient`) -> publisher.0 -> receiver.n -> rollout.n (`Replica`)
 weight_sync.0 tells publisher and receivers what to do
 """
 
@@ -31,13 +31,13 @@ from tests.simulation.sync.judge import Judge
 from tests.simulation.sync.scenario import Scenario
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import read_fences, take_token
-from weight_sync.handoff import Handoff
 from weight_sync.link import ReceiverLink
 from weight_sync.memory.pool import SegmentPool
-from weight_sync.memory.shelf import Shelf
+from weight_sync.memory.staging_area import StagingArea
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
 from weight_sync.publisher import Endpoint, PublisherService
+from weight_sync.publisher_client import PublisherClient
 from weight_sync.receiver import ReceiverService
 
 HOSTS = {
@@ -186,7 +186,7 @@ class SyncCluster:
             address_of("weight_sync.0"),
             name,
             f"{runtime.pid}-{runtime.wall_ns()}",
-            Shelf(f"{self.prefix}{name}-", runtime.new_id()[:8], keeps_base=keeps_base),
+            StagingArea(f"{self.prefix}{name}-", runtime.new_id()[:8], keeps_base=keeps_base),
             ("gloo",),
             self.carriage.transports(runtime),
             runtime,
@@ -225,23 +225,25 @@ class SyncCluster:
     def _learn(self, runtime: SimRuntime) -> None:
         """Publish versions until there are enough, then see to it that the last one is not lost."""
         token = self.truth.open()
-        handoff = Handoff(runtime, address_of("publisher.0"), self.prefix, BUCKET_BYTES, token)
+        publisher_client = PublisherClient(
+            runtime, address_of("publisher.0"), self.prefix, BUCKET_BYTES, token
+        )
         self.judge.hear_open(runtime.process, token)
         is_due = True  # what was restored is published under a new number
         while True:
             is_last = self.judge.num_published >= self.scenario.versions
             runtime.sleep(LOST_LOOK_S if is_last else self.scenario.every_s)
-            is_due = (not is_last) or is_due or handoff.has_lost()
-            while is_due and not self._publish_one(runtime, handoff, token):
-                handoff.await_room()
+            is_due = (not is_last) or is_due or publisher_client.has_lost()
+            while is_due and not self._publish_one(runtime, publisher_client, token):
+                publisher_client.await_room()
             is_due = False
 
-    def _publish_one(self, runtime: SimRuntime, handoff: Handoff, token: int) -> bool:
-        if not handoff.has_room():
+    def _publish_one(self, runtime: SimRuntime, publisher_client: PublisherClient, token: int) -> bool:
+        if not publisher_client.has_room():
             return False
         number, tensors = self.truth.draw(token)
         self.judge.begin_publish(runtime.process, token, number)
-        if not handoff.publish(PolicyVersion(number, number), tensors):
+        if not publisher_client.publish(PolicyVersion(number, number), tensors):
             return False
         self.judge.hear_publish(runtime.process, token, number)
         return True

@@ -8,14 +8,14 @@ from asyncrl.core.rpc.client import AsyncClient, Client
 from tests.simulation.mutation import Mutant, Patch, always
 from weight_sync import publisher, receiver
 from weight_sync.coordination.coordinator import CoordinatorService
-from weight_sync.coordination.mail import Mailbox
-from weight_sync.handoff import Handoff
-from weight_sync.liaison import Liaison
+from weight_sync.coordination.order_queue import OrderQueue
+from weight_sync.coordinator_session import CoordinatorSession
 from weight_sync.memory.pool import SegmentPool, Slot
-from weight_sync.memory.shelf import Copy, Shelf
+from weight_sync.memory.staging_area import Copy, StagingArea
 from weight_sync.protocol.members import Member
-from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Pin
+from weight_sync.protocol.peer import CoordinatorEpoch, EpochCheck, Pin, RoundTracker
 from weight_sync.protocol.protocol import Coordination
+from weight_sync.publisher_client import PublisherClient
 
 ReceiverService = receiver.ReceiverService
 PublisherService = publisher.PublisherService
@@ -25,7 +25,7 @@ def _open_any(self: SegmentPool, token: int) -> None:
     self.token = max(self.token, token)
 
 
-def _abandon_to_all(self: Shelf, round_id: int, copy: Copy) -> None:
+def _abandon_to_all(self: StagingArea, round_id: int, copy: Copy) -> None:
     self.give_back(copy)
 
 
@@ -39,7 +39,7 @@ def _keep_async_line(self: AsyncClient) -> bool:
     return self._line.is_up
 
 
-def _forget_orders(self: Mailbox, seq: int) -> None:
+def _forget_orders(self: OrderQueue, seq: int) -> None:
     self.orders.clear()
 
 
@@ -47,16 +47,16 @@ def _free_any_slot(self: SegmentPool) -> Slot | None:
     return min(self._slots, key=lambda slot: slot.number, default=None)
 
 
-def _same_name(self: Shelf, prefix: str, life: str, keeps_base: bool = False) -> None:
+def _same_name(self: StagingArea, prefix: str, life: str, keeps_base: bool = False) -> None:
     _SHELF(self, prefix, "0", keeps_base)
 
 
-def _send_once(self: Liaison) -> None:
+def _send_once(self: CoordinatorSession) -> None:
     while (report := self._reports.get()) is not None and not self._stop.is_set():
         self._try_report(report)
 
 
-def _deliver_any(self: Liaison, session: int) -> bool:
+def _deliver_any(self: CoordinatorSession, session: int) -> bool:
     return True
 
 
@@ -77,7 +77,7 @@ def _fields(message: Any) -> dict[str, Any]:
     return {name: getattr(message, name) for name in message.__struct_fields__}
 
 
-_SHELF, _LOADED = Shelf.__init__, ReceiverService._take_loaded
+_SHELF, _LOADED = StagingArea.__init__, ReceiverService._take_loaded
 
 MUTANTS = (
     Mutant(
@@ -97,7 +97,7 @@ MUTANTS = (
         "peers and coordinators heed the newest coordinator's token (both guards)",
         "zombie",
         (
-            Patch(Allegiance, "hear", always(Hearing.SAME)),
+            Patch(CoordinatorEpoch, "hear", always(EpochCheck.SAME)),
             Patch(CoordinatorService, "_check_token", always(None)),
         ),
     ),
@@ -105,7 +105,7 @@ MUTANTS = (
         "abandoned",
         "a copy that a thread may still write to is not given away",
         "silent",
-        (Patch(Shelf, "abandon", _abandon_to_all),),
+        (Patch(StagingArea, "abandon", _abandon_to_all),),
     ),
     Mutant(
         "client_line",
@@ -123,7 +123,7 @@ MUTANTS = (
         "orders_kept",
         "an order is kept until its peer acknowledges it",
         "broken_lines",
-        (Patch(Mailbox, "acknowledge", _forget_orders),),
+        (Patch(OrderQueue, "acknowledge", _forget_orders),),
     ),
     Mutant(
         "current_kept",
@@ -135,19 +135,19 @@ MUTANTS = (
         "legacy",
         "a publisher goes on where its forerunner stopped, or the learner publishes again (both guards)",
         "kill_publisher",
-        (Patch(SegmentPool, "_take_over", always(None)), Patch(Handoff, "has_lost", always(False))),
+        (Patch(SegmentPool, "_take_over", always(None)), Patch(PublisherClient, "has_lost", always(False))),
     ),
     Mutant(
         "names_of_copies",
         "no name of a copy occurs twice",
         "pinned",
-        (Patch(Shelf, "__init__", _same_name),),
+        (Patch(StagingArea, "__init__", _same_name),),
     ),
     Mutant(
         "ghosts",
         "who was followed by another replica is not heard, and what it reads not written (both)",
         "zombie",
-        (Patch(ReceiverService, "_is_past", always(False)), Patch(Shelf, "disown", always(None))),
+        (Patch(ReceiverService, "_is_past", always(False)), Patch(StagingArea, "quarantine", always(None))),
     ),
     Mutant(
         "deadlines",
@@ -159,19 +159,19 @@ MUTANTS = (
         "reports_made_good",
         "a report that was lost is made good by a hello",
         "partition",
-        (Patch(Liaison, "_send_reports", _send_once),),
+        (Patch(CoordinatorSession, "_send_reports", _send_once),),
     ),
     Mutant(
         "hello_after_restart",
         "a peer that a coordinator does not know says hello",
         "kill_coordinator",
-        (Patch(Liaison, "_say_hello", _deliver_any),),
+        (Patch(CoordinatorSession, "_say_hello", _deliver_any),),
     ),
     Mutant(
         "new_connection",
         "a peer whose coordinator is silent connects anew",
         "lost",
-        (Patch(Liaison, "_connect_anew", lambda self, client: client),),
+        (Patch(CoordinatorSession, "_connect_anew", lambda self, client: client),),
     ),
     Mutant(
         "pins_end",
@@ -189,7 +189,7 @@ MUTANTS = (
         "rounds_once",
         "a round that is over is not begun again",
         "general",
-        (Patch(Attendance, "end", always(True)),),
+        (Patch(RoundTracker, "end", always(True)),),
     ),
     Mutant(
         "serving_told",

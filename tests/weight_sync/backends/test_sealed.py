@@ -15,7 +15,7 @@ from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.weight_sync.cluster import WAIT_S
 from weight_sync.backends.contract import Group
 from weight_sync.backends.gloo import GlooTransport
-from weight_sync.backends.meeting import connect_store, open_store
+from weight_sync.backends.rendezvous import connect_store, open_store
 from weight_sync.backends.sealed import SealedStore
 
 CLOCK = ThreadRuntime()

@@ -22,11 +22,11 @@ from tests.weight_sync.cluster import WAIT_S
 from weight_sync.backends.choice import GLOO
 from weight_sync.backends.contract import Broadcast, Group, Transport
 from weight_sync.backends.gloo import GlooTransport
-from weight_sync.backends.meeting import open_store
+from weight_sync.backends.rendezvous import open_store
 from weight_sync.backends.tags import TAG_BYTES, TaggedTransport, Tags
-from weight_sync.carrier import Carrier, TransferOrder
 from weight_sync.composition import transports_of
 from weight_sync.protocol.rounds import TRANSPORT
+from weight_sync.transfer_executor import TransferExecutor, TransferOrder
 
 CLOCK = ThreadRuntime()
 SECRET = make_secret()
@@ -102,7 +102,10 @@ class Ends:
             MeddlingTransport(GlooTransport(CLOCK, SECRET, store), change), sender_secret
         )
         receiver = TaggedTransport(GlooTransport(CLOCK, SECRET, store), SECRET)
-        self._carriers = [Carrier(CLOCK, lambda backend: publisher), Carrier(CLOCK, lambda backend: receiver)]
+        self._carriers = [
+            TransferExecutor(CLOCK, lambda backend: publisher),
+            TransferExecutor(CLOCK, lambda backend: receiver),
+        ]
         group = Group(1, 0, 2, "127.0.0.1", store.port)
         order = TransferOrder(1, 1, group, GLOO, frozenset({1}), WAIT_S)
         self._carriers[0].carry(order, self.sent, lambda *_: None, lambda *_: None)
@@ -120,8 +123,8 @@ class Ends:
         return self._ends.get(timeout=WAIT_S)
 
     def close(self) -> None:
-        for carrier in self._carriers:
-            carrier.close()
+        for transfers in self._carriers:
+            transfers.close()
 
 
 @pytest.fixture

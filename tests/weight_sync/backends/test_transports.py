@@ -30,8 +30,8 @@ from weight_sync.backends.contract import Group, Transport
 from weight_sync.backends.gloo import GlooTransport
 from weight_sync.backends.nccl import NcclTransport
 from weight_sync.backends.tags import TaggedTransport
-from weight_sync.carrier import MAX_UNDER_WAY, Carrier, DigestMismatch, TransferOrder
 from weight_sync.protocol.rounds import DIGEST, TRANSPORT
+from weight_sync.transfer_executor import MAX_UNDER_WAY, DigestMismatch, TransferExecutor, TransferOrder
 
 CLOCK = ThreadRuntime()
 BIG_BYTES = 64 << 20
@@ -238,11 +238,11 @@ def test_closing_a_carrier_wakes_its_running_transfers():
         is_made.set()
         return made[0]
 
-    carrier = Carrier(CLOCK, lambda backend: NcclTransport(CLOCK, SECRET, connect=connect))
+    transfers = TransferExecutor(CLOCK, lambda backend: NcclTransport(CLOCK, SECRET, connect=connect))
     order = TransferOrder(1, 1, Group(1, 0, 2, "127.0.0.1", 1), "nccl", frozenset({1}), 10 * WAIT_S)
-    carrier.carry(order, [bucket_of(10, 1)], lambda *_: None, lambda order, cause, message: ends.put(cause))
+    transfers.carry(order, [bucket_of(10, 1)], lambda *_: None, lambda order, cause, message: ends.put(cause))
     assert is_made.wait(WAIT_S)
-    carrier.close()
+    transfers.close()
     assert ends.get(timeout=WAIT_S / 4) == TRANSPORT
     assert made[0].num_aborts <= 1
 
@@ -329,13 +329,13 @@ class LateMismatch:
 def carry_alone(after_bucket: Any, deadline_s: float) -> tuple[str, str]:
     """Carry five buckets in a group of one member; return the cause and the message of the end."""
     store = make_store()
-    carrier = Carrier(CLOCK, lambda backend: GlooTransport(CLOCK, SECRET, store))
+    transfers = TransferExecutor(CLOCK, lambda backend: GlooTransport(CLOCK, SECRET, store))
     order = TransferOrder(1, 1, make_group(store, 1), "gloo", frozenset({1}), deadline_s)
     ends: queue.Queue[tuple[str, str]] = queue.Queue()
     buckets = [bucket_of(10, index) for index in range(5)]
-    carrier.carry(order, buckets, after_bucket, lambda order, cause, message: ends.put((cause, message)))
+    transfers.carry(order, buckets, after_bucket, lambda order, cause, message: ends.put((cause, message)))
     end = ends.get(timeout=WAIT_S)
-    carrier.close()
+    transfers.close()
     return end
 
 
@@ -395,13 +395,13 @@ class ScriptedBroadcast:
 
 def test_a_transfer_that_fails_leaves_no_broadcast_behind_and_tells_the_first_failure():
     transport, ends = ScriptedTransport(), queue.Queue[tuple[str, str]]()
-    carrier = Carrier(CLOCK, lambda backend: transport)
+    transfers = TransferExecutor(CLOCK, lambda backend: transport)
     order = TransferOrder(1, 1, Group(1, 0, 2, "127.0.0.1", 1), "gloo", frozenset({1}), WAIT_S)
     buckets = [bucket_of(10, index) for index in range(5)]
-    carrier.carry(order, buckets, lambda *_: None, lambda order, cause, message: ends.put((cause, message)))
+    transfers.carry(order, buckets, lambda *_: None, lambda order, cause, message: ends.put((cause, message)))
     assert ends.get(timeout=WAIT_S) == (TRANSPORT, "the group broke at bucket 1")
     assert transport.most_under_way == MAX_UNDER_WAY and not transport.under_way
-    carrier.close()
+    transfers.close()
 
 
 def test_an_error_that_nobody_foresaw_ends_the_transfer_with_its_cause():

@@ -71,11 +71,11 @@ class Follower:
 class Learner:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._handoff = cluster.handoff()
+        self._publisher_client = cluster.publisher_client()
         self._seen = {"bytes_sent": 0, "deltas": 0}
 
     def publish(self, number: int) -> None:
-        assert self._handoff.publish(PolicyVersion(number, number), weights(number))
+        assert self._publisher_client.publish(PolicyVersion(number, number), weights(number))
 
     def sent(self, num_transfers: int) -> tuple[int, int]:
         """Wait for that many transfers in all; return bytes and differences sent since the last call."""
@@ -177,7 +177,7 @@ def test_a_base_that_is_laid_out_otherwise_is_none(cluster):
     learner.publish(1)
     assert follower.load() == 1
     other = torch.arange(30_000)
-    assert cluster.handoff(token=2).publish(PolicyVersion(2, 2), [("other", other)])
+    assert cluster.publisher_client(token=2).publish(PolicyVersion(2, 2), [("other", other)])
     staged = take(follower.receiver, serving=1)
     assert staged is not None and staged.version.number == 2
     assert torch.equal(dict(open_tensors(staged))["other"], other)

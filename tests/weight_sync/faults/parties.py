@@ -2,7 +2,7 @@
 
 The engine stand-in takes staged copies through the real link and copies them tensor by tensor, as a load
 that overwrites in place does. It writes down what it holds after each load, so that a test can tell a
-mix of versions. The learner publishes through the real handoff, when it is told to.
+mix of versions. The learner publishes through the real publisher_client, when it is told to.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from asyncrl.core.runtime.faults import VARIABLE, fault_point, is_wanted
 from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from tests.weight_sync.cluster import follow_test, model, prepare_child
-from weight_sync.handoff import Handoff
 from weight_sync.link import ReceiverLink
 from weight_sync.memory.staging import Staged, open_tensors
+from weight_sync.publisher_client import PublisherClient
 
 POLL_S = 0.2
 MIX = -1
@@ -159,7 +159,7 @@ def run_learner(role: LearnerRole, test: Connection) -> None:
     """Entry of a learner's process: publishes each number that comes, answers with (error or "", seconds)."""
     stop = prepare_child(role.log_path)
     test.send("up")
-    handoff: Handoff | None = None
+    publisher_client: PublisherClient | None = None
     while not stop.is_set():
         if not test.poll(POLL_S):
             continue
@@ -174,21 +174,21 @@ def run_learner(role: LearnerRole, test: Connection) -> None:
         start = time.monotonic()
         error = ""
         try:
-            if handoff is None:
-                handoff = Handoff(
+            if publisher_client is None:
+                publisher_client = PublisherClient(
                     ThreadRuntime(), role.publisher_address, role.shm_prefix, role.bucket_bytes, role.token
                 )
-            _publish(handoff, order, role.scale)
+            _publish(publisher_client, order, role.scale)
         except AsyncrlError as found:
             error = f"{type(found).__name__}: {found}"
         test.send((error, time.monotonic() - start))
-    if handoff is not None:
-        handoff.close()
+    if publisher_client is not None:
+        publisher_client.close()
 
 
-def _publish(handoff: Handoff, number: int, scale: int) -> None:
+def _publish(publisher_client: PublisherClient, number: int, scale: int) -> None:
     fault_point("learner.asking", number)
-    if not handoff.publish(PolicyVersion(number, number - 1), _exported(number, scale)):
+    if not publisher_client.publish(PolicyVersion(number, number - 1), _exported(number, scale)):
         raise SyncError("no segment is free")
     fault_point("learner.published", number)
 

@@ -13,8 +13,8 @@ from tests.weight_sync.faults.cases import MATRIX, Case
 from tests.weight_sync.faults.outcomes import bound_s, check_loads, check_nothing_is_left, check_transfers
 from tests.weight_sync.faults.stage import SLACK_S, TIMING, Stage, running_stage, wait_seconds
 from tests.weight_sync.faults.traces import holdings_of
-from weight_sync.handoff import CALL_DEADLINE_S
 from weight_sync.protocol.rounds import Timing
+from weight_sync.publisher_client import CALL_DEADLINE_S
 
 STOP_S = 5.5
 """Longer than the deadline and its slack, so that who just waits for the end of a stop is found out."""

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from weight_sync.memory import segments
-from weight_sync.memory.legacy import SUFFIX as LEGACY
+from weight_sync.memory.publisher_state import SUFFIX as LEGACY
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Segments, the publisher's pool, the receiver's shelf and the views of a staged copy."""
+"""Segments, the publisher's pool, the receiver's staging and the views of a staged copy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weight_sync.memory import pool as pool_module
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
 from weight_sync.memory.pool import SegmentPool
-from weight_sync.memory.shelf import Shelf
 from weight_sync.memory.staging import Staged, open_tensors
+from weight_sync.memory.staging_area import StagingArea
 
 PAGE = mmap.PAGESIZE
 
@@ -170,80 +170,80 @@ def test_a_commit_of_another_size_is_refused_for_a_new_segment_and_for_a_used_on
 
 
 def test_a_copy_that_the_engine_reads_is_not_reused_before_the_load_is_reported(prefix):
-    shelf = Shelf(prefix, uuid.uuid4().hex)
-    first = shelf.make_room(make_manifest(1))
-    shelf.put_verified(first)
-    assert shelf.take(0) is None
-    shelf.commit(1)
-    assert shelf.take(0) is first and shelf.take(0) is first
-    second = shelf.make_room(make_manifest(2))
+    staging = StagingArea(prefix, uuid.uuid4().hex)
+    first = staging.make_room(make_manifest(1))
+    staging.put_verified(first)
+    assert staging.take(0) is None
+    staging.commit(1)
+    assert staging.take(0) is first and staging.take(0) is first
+    second = staging.make_room(make_manifest(2))
     assert second.path != first.path
-    shelf.finish_load(1, is_ok=True)
-    assert shelf.make_room(make_manifest(3)).path == first.path
+    staging.finish_load(1, is_ok=True)
+    assert staging.make_room(make_manifest(3)).path == first.path
 
 
 def test_what_a_process_that_is_thought_dead_may_still_read_is_never_written_again(prefix):
-    shelf = Shelf(prefix, uuid.uuid4().hex)
-    first = shelf.make_room(make_manifest(1))
-    shelf.put_verified(first)
-    shelf.commit(1)
-    assert shelf.take(0) is first
-    shelf.disown()
-    assert shelf.take(0) is first, "its successor loads the same bytes"
-    shelf.finish_load(1, is_ok=True)
-    assert shelf.make_room(make_manifest(2)).path != first.path
+    staging = StagingArea(prefix, uuid.uuid4().hex)
+    first = staging.make_room(make_manifest(1))
+    staging.put_verified(first)
+    staging.commit(1)
+    assert staging.take(0) is first
+    staging.quarantine()
+    assert staging.take(0) is first, "its successor loads the same bytes"
+    staging.finish_load(1, is_ok=True)
+    assert staging.make_room(make_manifest(2)).path != first.path
     assert first.path not in segments.find(prefix)
 
 
 def test_a_failed_load_loads_again_from_staging_and_a_newer_version_replaces_it(prefix):
-    shelf = Shelf(prefix, uuid.uuid4().hex)
-    shelf.put_verified(shelf.make_room(make_manifest(1)))
-    shelf.commit(1)
-    copy = shelf.take(0)
-    shelf.finish_load(1, is_ok=False)
-    assert shelf.take(0) is None
-    shelf.commit(1)
-    assert shelf.take(0) is copy
-    newer = shelf.make_room(make_manifest(2))
-    shelf.put_verified(newer)
-    shelf.finish_load(1, is_ok=False)
-    shelf.commit(1)
-    assert shelf.take(0) is newer
+    staging = StagingArea(prefix, uuid.uuid4().hex)
+    staging.put_verified(staging.make_room(make_manifest(1)))
+    staging.commit(1)
+    copy = staging.take(0)
+    staging.finish_load(1, is_ok=False)
+    assert staging.take(0) is None
+    staging.commit(1)
+    assert staging.take(0) is copy
+    newer = staging.make_room(make_manifest(2))
+    staging.put_verified(newer)
+    staging.finish_load(1, is_ok=False)
+    staging.commit(1)
+    assert staging.take(0) is newer
 
 
 def test_a_segment_of_an_aborted_round_waits_for_its_writer(prefix):
-    shelf = Shelf(prefix, uuid.uuid4().hex)
-    copy = shelf.make_room(make_manifest(1))
-    shelf.abandon(5, copy)
-    assert shelf.make_room(make_manifest(2)).path != copy.path
-    shelf.end_abandoned(5)
-    assert shelf.make_room(make_manifest(3)).path == copy.path
+    staging = StagingArea(prefix, uuid.uuid4().hex)
+    copy = staging.make_room(make_manifest(1))
+    staging.abandon(5, copy)
+    assert staging.make_room(make_manifest(2)).path != copy.path
+    staging.end_abandoned(5)
+    assert staging.make_room(make_manifest(3)).path == copy.path
 
 
 def test_a_restarted_receiver_removes_what_the_one_before_left(prefix):
-    Shelf(prefix, uuid.uuid4().hex).make_room(make_manifest(1))
+    StagingArea(prefix, uuid.uuid4().hex).make_room(make_manifest(1))
     assert len(segments.find(prefix)) == 1
-    Shelf(prefix, uuid.uuid4().hex)
+    StagingArea(prefix, uuid.uuid4().hex)
     assert segments.find(prefix) == []
 
 
 def test_a_restarted_receiver_gives_its_copies_names_that_nobody_knows(prefix):
     """A replica loads what it was told of after its evaluation, and must not find another version there."""
-    told = Shelf(prefix, uuid.uuid4().hex).make_room(make_manifest(1)).path
-    shelf = Shelf(prefix, uuid.uuid4().hex)
-    assert told not in [shelf.make_room(make_manifest(number)).path for number in (2, 3)]
+    told = StagingArea(prefix, uuid.uuid4().hex).make_room(make_manifest(1)).path
+    staging = StagingArea(prefix, uuid.uuid4().hex)
+    assert told not in [staging.make_room(make_manifest(number)).path for number in (2, 3)]
     with pytest.raises(SegmentGone):
         segments.attach(told, make_manifest(1).total_bytes)
 
 
 def test_a_withdrawn_commit_waits_for_another(prefix):
-    shelf = Shelf(prefix, uuid.uuid4().hex)
-    shelf.put_verified(shelf.make_room(make_manifest(1)))
-    shelf.commit(1)
-    shelf.withdraw()
-    assert shelf.take(0) is None and shelf.newest_verified == 1
-    shelf.commit(1)
-    assert shelf.take(0) is not None
+    staging = StagingArea(prefix, uuid.uuid4().hex)
+    staging.put_verified(staging.make_room(make_manifest(1)))
+    staging.commit(1)
+    staging.withdraw()
+    assert staging.take(0) is None and staging.newest_verified == 1
+    staging.commit(1)
+    assert staging.take(0) is not None
 
 
 # Ahead of the learner, and for differences
@@ -299,57 +299,57 @@ def test_what_was_sent_last_stays_for_differences_to_it(prefix):
 
 
 def test_the_newest_verified_copy_stays_as_a_base_while_others_come_and_go(prefix):
-    shelf = Shelf(prefix, uuid.uuid4().hex, keeps_base=True)
+    staging = StagingArea(prefix, uuid.uuid4().hex, keeps_base=True)
     for number in (1, 2, 3, 4):
-        copy = shelf.make_room(make_manifest(number))
-        before = shelf.find_base(number - 1, copy.manifest.layout)
+        copy = staging.make_room(make_manifest(number))
+        before = staging.find_base(number - 1, copy.manifest.layout)
         assert before is None if number == 1 else before is not None and before.path != copy.path
-        shelf.put_verified(copy)
-        shelf.commit(number)
-        assert shelf.take(number - 1) is copy
-        shelf.finish_load(number, is_ok=True)
-        assert shelf.base_number == number
-    assert shelf.find_base(3, make_manifest(3).layout) is None
-    assert shelf.find_base(4, make_manifest(4, num_floats=32).layout) is None
+        staging.put_verified(copy)
+        staging.commit(number)
+        assert staging.take(number - 1) is copy
+        staging.finish_load(number, is_ok=True)
+        assert staging.base_number == number
+    assert staging.find_base(3, make_manifest(3).layout) is None
+    assert staging.find_base(4, make_manifest(4, num_floats=32).layout) is None
     assert len(segments.find(prefix)) == 2
 
 
 def test_a_base_that_the_engine_reads_is_not_reused_when_a_newer_one_comes(prefix):
-    shelf = Shelf(prefix, uuid.uuid4().hex, keeps_base=True)
-    first = shelf.make_room(make_manifest(1))
-    shelf.put_verified(first)
-    shelf.commit(1)
-    assert shelf.take(0) is first
-    shelf.put_verified(shelf.make_room(make_manifest(2)))
-    assert shelf.make_room(make_manifest(3)).path != first.path
-    shelf.finish_load(1, is_ok=True)
-    assert shelf.make_room(make_manifest(4)).path == first.path
+    staging = StagingArea(prefix, uuid.uuid4().hex, keeps_base=True)
+    first = staging.make_room(make_manifest(1))
+    staging.put_verified(first)
+    staging.commit(1)
+    assert staging.take(0) is first
+    staging.put_verified(staging.make_room(make_manifest(2)))
+    assert staging.make_room(make_manifest(3)).path != first.path
+    staging.finish_load(1, is_ok=True)
+    assert staging.make_room(make_manifest(4)).path == first.path
 
 
 def test_without_delta_no_base_is_kept(prefix):
-    shelf = Shelf(prefix, uuid.uuid4().hex)
-    shelf.put_verified(shelf.make_room(make_manifest(1)))
-    assert shelf.base_number == 0
+    staging = StagingArea(prefix, uuid.uuid4().hex)
+    staging.put_verified(staging.make_room(make_manifest(1)))
+    assert staging.base_number == 0
 
 
 def test_a_copy_of_what_the_engine_serves_already_makes_room(prefix):
-    shelf = Shelf(prefix, uuid.uuid4().hex)
+    staging = StagingArea(prefix, uuid.uuid4().hex)
     for _ in range(2):  # once more after a coordinator that did not know of the first
-        shelf.put_verified(shelf.make_room(make_manifest(4)))
-        shelf.commit(4)
-    assert shelf.take(4) is None
-    newer = shelf.make_room(make_manifest(5))
-    shelf.put_verified(newer)
-    shelf.commit(5)
-    assert shelf.take(4) is newer
+        staging.put_verified(staging.make_room(make_manifest(4)))
+        staging.commit(4)
+    assert staging.take(4) is None
+    newer = staging.make_room(make_manifest(5))
+    staging.put_verified(newer)
+    staging.commit(5)
+    assert staging.take(4) is newer
 
 
 def test_a_copy_whose_load_is_not_heard_of_makes_room_once_the_engine_serves_it(prefix):
-    shelf = Shelf(prefix, uuid.uuid4().hex)
-    shelf.put_verified(shelf.make_room(make_manifest(4)))
-    shelf.commit(4)
-    assert shelf.take(3) is not None and shelf.taken_number == 4
-    newer = shelf.make_room(make_manifest(5))
-    shelf.put_verified(newer)
-    shelf.commit(5)
-    assert shelf.take(4) is newer
+    staging = StagingArea(prefix, uuid.uuid4().hex)
+    staging.put_verified(staging.make_room(make_manifest(4)))
+    staging.commit(4)
+    assert staging.take(3) is not None and staging.taken_number == 4
+    newer = staging.make_room(make_manifest(5))
+    staging.put_verified(newer)
+    staging.commit(5)
+    assert staging.take(4) is newer

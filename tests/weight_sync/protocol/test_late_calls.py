@@ -10,18 +10,18 @@ import pytest
 from asyncrl.core.runtime.threads import ThreadEvent
 from tests.runtimes import ManualRuntime
 from tests.weight_sync.protocol.test_turns import Asked
-from weight_sync.memory.shelf import Shelf
+from weight_sync.memory.staging_area import StagingArea
 from weight_sync.receiver import ReceiverService
 
 
 @pytest.fixture
 def receiver(tmp_path: Path) -> Iterator[ReceiverService]:
     """One that no thread serves: each call is handled here."""
-    shelf = Shelf(f"asyncrl-test-late-{tmp_path.name}/", "a")
+    staging = StagingArea(f"asyncrl-test-late-{tmp_path.name}/", "a")
     nobody, here = f"ipc://{tmp_path}/nobody", f"ipc://{tmp_path}/r"
     runtime = ManualRuntime(100.0)
     found = ReceiverService(
-        nobody, "receiver.0", "1", shelf, ("gloo",), _make_none, runtime, lost_s=60.0, bind=here
+        nobody, "receiver.0", "1", staging, ("gloo",), _make_none, runtime, lost_s=60.0, bind=here
     )
     yield found
     over = ThreadEvent()

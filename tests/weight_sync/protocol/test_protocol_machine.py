@@ -212,7 +212,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         for peer in self.peers:
             is_late = bool(peer.orders or peer.reports or peer.is_stopped or peer.boss is not self.boss)
             if isinstance(peer, ModelReceiver):
-                is_busy = peer.loading is not None or peer.shelf.committed_number
+                is_busy = peer.loading is not None or peer.staging.committed_number
                 is_late = (
                     is_late
                     or any(self.may_move(t) or t.is_done for t in peer.threads.values())
@@ -278,7 +278,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     @rule(name=NAMES)
     def end_receiver(self, name):
         if name in self.receivers:
-            self.receivers.pop(name).shelf.close()
+            self.receivers.pop(name).staging.close()
         self.tainted.add(name)
 
     @rule()
@@ -455,7 +455,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             self.behave()
         finally:
             for receiver in self.receivers.values():
-                receiver.shelf.close()
+                receiver.staging.close()
             segments.unlink_all(self.prefix)
 
     def behave(self) -> None:

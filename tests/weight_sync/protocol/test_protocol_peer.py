@@ -28,10 +28,10 @@ from weight_sync.coordination.journal import (
     read_fences,
     take_token,
 )
-from weight_sync.coordination.mail import ReportLog
-from weight_sync.liaison import Introduction, Liaison, Reset
+from weight_sync.coordination.order_queue import ReportLog
+from weight_sync.coordinator_session import CoordinatorSession, Introduction, Reset
 from weight_sync.protocol.messages import Commit, Instruction, Pinned, Unpinned
-from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Pin, Stage
+from weight_sync.protocol.peer import CoordinatorEpoch, EpochCheck, Pin, RoundTracker, Stage
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
 
@@ -40,7 +40,7 @@ WAIT_S = 60.0
 
 
 def test_the_same_start_twice_begins_once():
-    rounds = Attendance()
+    rounds = RoundTracker()
     assert rounds.offer(1) and not rounds.offer(1)
     assert rounds.begin(1) and not rounds.begin(1)
     assert rounds.end(1) and not rounds.end(1)
@@ -48,7 +48,7 @@ def test_the_same_start_twice_begins_once():
 
 
 def test_a_transfer_without_an_offer_does_not_begin_but_the_publisher_needs_none():
-    rounds = Attendance()
+    rounds = RoundTracker()
     assert not rounds.begin(1)
     assert rounds.begin(2, needs_offer=False) and not rounds.begin(2, needs_offer=False)
 
@@ -65,13 +65,13 @@ def test_a_pin_is_held_until_its_process_lets_go_or_another_one_polls():
 
 
 def test_an_abort_of_an_unknown_round_keeps_its_late_offer_out():
-    rounds = Attendance()
+    rounds = RoundTracker()
     assert rounds.abort(1) is None
     assert not rounds.offer(1) and not rounds.begin(1, needs_offer=False)
 
 
 def test_an_abort_is_obeyed_once_and_not_after_the_end():
-    rounds = Attendance()
+    rounds = RoundTracker()
     rounds.offer(1)
     rounds.offer(2)
     rounds.begin(2)
@@ -82,7 +82,7 @@ def test_an_abort_is_obeyed_once_and_not_after_the_end():
 
 
 def test_a_transfer_that_ends_after_its_abort_counts_for_nothing():
-    rounds = Attendance()
+    rounds = RoundTracker()
     rounds.offer(1)
     rounds.begin(1)
     assert rounds.abort(1) is Stage.MOVING
@@ -90,7 +90,7 @@ def test_a_transfer_that_ends_after_its_abort_counts_for_nothing():
 
 
 def test_only_so_many_rounds_are_remembered():
-    rounds = Attendance()
+    rounds = RoundTracker()
     for round_id in range(1000):
         rounds.offer(round_id)
         rounds.abort(round_id)
@@ -98,9 +98,9 @@ def test_only_so_many_rounds_are_remembered():
 
 
 def test_a_peer_obeys_the_newest_coordinator_that_it_has_heard():
-    allegiance = Allegiance()
-    heard = [allegiance.hear(token) for token in (5, 5, 7, 5, 7)]
-    assert heard == [Hearing.SAME, Hearing.SAME, Hearing.NEWER, Hearing.OLDER, Hearing.SAME]
+    epoch = CoordinatorEpoch()
+    heard = [epoch.hear(token) for token in (5, 5, 7, 5, 7)]
+    assert heard == [EpochCheck.SAME, EpochCheck.SAME, EpochCheck.NEWER, EpochCheck.OLDER, EpochCheck.SAME]
 
 
 def test_a_report_that_is_repeated_is_taken_once():
@@ -181,7 +181,7 @@ def coordinator(token: int, bind: str = "tcp://127.0.0.1:*") -> Iterator[Coordin
         yield service
 
 
-CARD = {
+INFO = {
     "abilities": ["gloo"],
     "serving": 0,
     "staged": 0,
@@ -192,11 +192,13 @@ CARD = {
 
 
 @contextmanager
-def liaison(address: str, incarnation: str, heard: list[Instruction]) -> Iterator[Liaison]:
+def session(address: str, incarnation: str, heard: list[Instruction]) -> Iterator[CoordinatorSession]:
     def deliver(order: Instruction, _: bytes) -> None:
         heard.append(order)
 
-    made = Liaison(ThreadRuntime(), address, "receiver.0", incarnation, lambda: Introduction(CARD), deliver)
+    made = CoordinatorSession(
+        ThreadRuntime(), address, "receiver.0", incarnation, lambda: Introduction(INFO), deliver
+    )
     made.start()
     try:
         yield made
@@ -219,11 +221,11 @@ def test_a_coordinator_that_hears_of_a_newer_one_gives_no_more_orders():
     with coordinator(token=5) as service:
         client = Client(ThreadRuntime(), address_of(service))
         who = {"name": "receiver.0", "incarnation": "1"}
-        assert client.call("hello", token=5, born=1, **CARD, **who).args["token"] == 5
+        assert client.call("hello", token=5, born=1, **INFO, **who).args["token"] == 5
         with pytest.raises(FencedError, match="token 5 is older than 6"):
             client.call("next_order", token=6, after=0, **who)
         with pytest.raises(FencedError):
-            client.call("hello", token=0, born=1, **CARD, **who)
+            client.call("hello", token=0, born=1, **INFO, **who)
         wait_until(lambda: service.status().state == "FENCED")
         client.close()
 
@@ -232,7 +234,7 @@ def test_an_older_coordinator_that_gets_the_address_back_knows_from_its_peers_th
     address = f"ipc://{tmp_path}/c"
     with ExitStack() as stack:
         with coordinator(7, address) as first:
-            peer = stack.enter_context(liaison(address, "1", []))
+            peer = stack.enter_context(session(address, "1", []))
             wait_until(lambda: "receiver.0" in first.status().members)
         with coordinator(3, address) as older:
             wait_until(lambda: older.status().state == "FENCED")
@@ -243,11 +245,11 @@ def test_an_older_coordinator_that_gets_the_address_back_knows_from_its_peers_th
 
 
 def test_a_hello_that_is_read_behind_a_later_word_of_its_process_changes_nothing():
-    """A connection that was given up may still bring one: its card is old, and nobody would say so again."""
+    """A connection that was given up may still bring one: its info is old, and nobody would say so again."""
     with coordinator(token=5) as service:
         client = Client(ThreadRuntime(), address_of(service))
         who = {"name": "receiver.0", "incarnation": "1", "token": 0}
-        hello = {**CARD, **who, "born": 1, "seq": 1}
+        hello = {**INFO, **who, "born": 1, "seq": 1}
         client.call("hello", **hello)
         client.call("report", event="loaded", fields={"number": 3, "ok": True, "error": ""}, seq=1, **who)
         assert client.call("hello", **hello).args["welcome"]
@@ -289,7 +291,7 @@ def test_a_peer_does_not_obey_an_older_coordinator_than_the_newest_it_has_heard(
     address, heard = f"ipc://{tmp_path}/c", []
     with ExitStack() as stack:
         with deaf_coordinator(7, address):
-            peer = stack.enter_context(liaison(address, "1", heard))
+            peer = stack.enter_context(session(address, "1", heard))
             wait_until(lambda: Commit(7) in heard)
         with deaf_coordinator(3, address):
             wait_until(lambda: peer.counters["older_coordinators"] > 2)
@@ -302,7 +304,7 @@ def test_an_order_that_cannot_be_read_holds_up_none_behind_it(tmp_path):
         {"seq": 1, "kind": "dance", "fields": {}, "frame": -1},
         {"seq": 2, "kind": Commit.kind, "fields": {"number": "seven"}, "frame": -1},
     ]
-    with deaf_coordinator(7, address, *unreadable), liaison(address, "1", heard) as peer:
+    with deaf_coordinator(7, address, *unreadable), session(address, "1", heard) as peer:
         wait_until(lambda: Commit(7) in heard)
         assert peer.counters["unreadable_orders"] >= 2
 
@@ -312,7 +314,7 @@ def test_a_peer_leaves_a_coordinator_that_was_stopped_for_the_one_that_took_its_
     stopped = Server(ThreadRuntime(), address)  # takes connections, answers nothing
     with ExitStack() as stack:
         stack.callback(stopped.close)
-        stack.enter_context(liaison(address, "1", []))
+        stack.enter_context(session(address, "1", []))
         with coordinator(7, address) as newer:
             wait_until(lambda: "receiver.0" in newer.status().members)
 
@@ -320,9 +322,9 @@ def test_a_peer_leaves_a_coordinator_that_was_stopped_for_the_one_that_took_its_
 def test_a_process_whose_name_a_newer_one_has_taken_is_fenced_and_gets_no_orders():
     with coordinator(token=1) as service:
         address = address_of(service)
-        with liaison(address, "old", old_heard := []) as old:
+        with session(address, "old", old_heard := []) as old:
             wait_until(lambda: "receiver.0" in service.status().members)
-            with liaison(address, "new", []) as new:
+            with session(address, "new", []) as new:
                 wait_until(lambda: old.counters["hellos_refused"])
                 assert old.is_fenced and not new.is_fenced
     assert set(old_heard) <= {Reset()}
@@ -334,10 +336,12 @@ def test_a_peer_that_cannot_introduce_itself_tries_again_whatever_the_error_was(
     def introduce() -> Introduction:
         if errors:
             raise errors.pop()
-        return Introduction(CARD)
+        return Introduction(INFO)
 
     with coordinator(token=5) as service:
-        made = Liaison(ThreadRuntime(), address_of(service), "receiver.0", "1", introduce, lambda *_: None)
+        made = CoordinatorSession(
+            ThreadRuntime(), address_of(service), "receiver.0", "1", introduce, lambda *_: None
+        )
         made.start()
         wait_until(lambda: "receiver.0" in service.status().members)
         assert made.counters["coordinator_unreachable"] == 3
@@ -345,20 +349,22 @@ def test_a_peer_that_cannot_introduce_itself_tries_again_whatever_the_error_was(
 
 
 def test_a_hello_that_a_report_overtakes_is_said_again_with_what_has_changed():
-    cards = []
+    infos = []
 
     def is_pinned() -> bool:
         return service._coordination.members["receiver.0"].is_pinned
 
     def introduce() -> Introduction:
-        cards.append(CARD | {"attended": True, "pinned": len(cards) == 1})
-        if len(cards) == 2:
+        infos.append(INFO | {"attended": True, "pinned": len(infos) == 1})
+        if len(infos) == 2:
             made.report(Unpinned())  # after its state was read, and heard before its hello
             wait_until(lambda: not is_pinned())
-        return Introduction(cards[-1])
+        return Introduction(infos[-1])
 
     with coordinator(token=5) as service:
-        made = Liaison(ThreadRuntime(), address_of(service), "receiver.0", "1", introduce, lambda *_: None)
+        made = CoordinatorSession(
+            ThreadRuntime(), address_of(service), "receiver.0", "1", introduce, lambda *_: None
+        )
         made.start()
         wait_until(lambda: "receiver.0" in service.status().members)
         made.report(Pinned())
@@ -367,19 +373,19 @@ def test_a_hello_that_a_report_overtakes_is_said_again_with_what_has_changed():
         wait_until(lambda: made.counters["hellos_outdated"] and not made._must_say_hello.is_set())
         wait_until(lambda: made._session == 2)
         made.stop()
-        assert len(cards) == 3 and not is_pinned()
+        assert len(infos) == 3 and not is_pinned()
 
 
 def test_who_ends_in_order_has_retired_at_once():
     with coordinator(token=1) as service:
-        with liaison(address_of(service), "1", []):
+        with session(address_of(service), "1", []):
             wait_until(lambda: "receiver.0" in service.status().members)
         wait_until(lambda: service.status().members["receiver.0"].state == "RETIRED")
 
 
 def test_a_time_in_which_a_peer_did_not_run_is_no_silence_of_the_coordinator():
     with coordinator(token=1) as service:
-        with liaison(address_of(service), "1", []) as peer:
+        with session(address_of(service), "1", []) as peer:
             wait_until(lambda: "receiver.0" in service.status().members)
             peer._look_at -= 60.0
             peer._heard_at -= 60.0

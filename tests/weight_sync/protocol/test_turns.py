@@ -17,25 +17,25 @@ from tests.runtimes import ManualRuntime
 from tests.weight_sync.protocol.world import GLOO, TIMING, World
 from weight_sync.coordination.coordinator import DESCRIBE_S, CoordinatorService
 from weight_sync.coordination.journal import read_fences
-from weight_sync.protocol.conduct import Conduct
-from weight_sync.protocol.floor import ID_BITS
-from weight_sync.protocol.members import Card, PublisherSeat
-from weight_sync.protocol.permits import MAX_LOAD_FAILURES
+from weight_sync.protocol.members import MemberInfo, PublisherInfo
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
+from weight_sync.protocol.round_manager import RoundManager
 from weight_sync.protocol.rounds import Timing
+from weight_sync.protocol.state import ID_BITS
+from weight_sync.protocol.swap_scheduler import MAX_LOAD_FAILURES
 
 NAMES = [f"receiver.{index}" for index in range(64)]
 
 
 def test_reports_that_come_together_cost_one_look_at_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
-    advance = Conduct.advance
+    advance = RoundManager.advance
 
-    def count(conduct: Conduct, now: float) -> None:
+    def count(rounds: RoundManager, now: float) -> None:
         looks.append(now)
-        advance(conduct, now)
+        advance(rounds, now)
 
-    monkeypatch.setattr(Conduct, "advance", count)
+    monkeypatch.setattr(RoundManager, "advance", count)
     world = World(*NAMES, parallelism=len(NAMES), is_prompt=False)
     world.obey(*NAMES)
     looks.clear()
@@ -70,7 +70,7 @@ class Asked(Request):
         self.answers.append((args, self.look()))
 
 
-CARD = {"abilities": ["gloo"], "serving": 0, "staged": 0, "attended": True, "pinned": False}
+INFO = {"abilities": ["gloo"], "serving": 0, "staged": 0, "attended": True, "pinned": False}
 ME = {"name": "receiver.0", "incarnation": "1"}
 
 
@@ -81,7 +81,7 @@ def serving(run_dir: Path) -> Iterator[tuple[CoordinatorService, Coordination, M
     over = ThreadEvent()
     over.set()
     try:
-        service.handle(Asked("hello", **ME, **CARD))
+        service.handle(Asked("hello", **ME, **INFO))
         service.end_turn()
         yield service, coordination, clock
     finally:
@@ -105,7 +105,7 @@ def test_a_fence_is_written_down_before_its_member_hears_of_it(tmp_path: Path) -
 
 def test_a_coordinator_that_hears_of_its_successor_keeps_what_the_same_turn_led_to(tmp_path: Path) -> None:
     with serving(tmp_path) as (service, coordination, clock):
-        coordination.publisher_hello(PublisherSeat("p", GLOO, "", 1, clock.now()), None, clock.now())
+        coordination.publisher_hello(PublisherInfo("p", GLOO, "", 1, clock.now()), None, clock.now())
         poll = Asked("next_order", **ME, after=3 << ID_BITS)
         service.handle(poll)
         coordination.published(PolicyVersion(1, 0), clock.now())
@@ -117,7 +117,7 @@ def test_a_coordinator_that_hears_of_its_successor_keeps_what_the_same_turn_led_
 
 def test_a_coordinator_that_hears_of_its_successor_ends_polls_without_orders(tmp_path: Path) -> None:
     with serving(tmp_path) as (service, coordination, clock):
-        coordination.publisher_hello(PublisherSeat("p", GLOO, "", 1, clock.now()), None, clock.now())
+        coordination.publisher_hello(PublisherInfo("p", GLOO, "", 1, clock.now()), None, clock.now())
         coordination.published(PolicyVersion(1, 0), clock.now())
         lost = poll(service)
         assert [order["kind"] for order in lost.answers[0][0]["orders"]] == ["offer"]
@@ -167,10 +167,10 @@ def test_a_successor_in_the_turn_of_its_forerunner_s_abort_is_ordered_nothing_of
 
 def test_a_process_in_the_turn_of_its_forerunner_s_offer_is_offered_once(tmp_path: Path) -> None:
     with serving(tmp_path) as (service, coordination, clock):
-        coordination.publisher_hello(PublisherSeat("p", GLOO, "", 1, clock.now()), None, clock.now())
+        coordination.publisher_hello(PublisherInfo("p", GLOO, "", 1, clock.now()), None, clock.now())
         coordination.published(PolicyVersion(1, 0), clock.now())
         coordination.take_records()  # settles: the forerunner is offered version 1
-        service.handle(Asked("hello", **ME | {"incarnation": "2"}, **CARD))
+        service.handle(Asked("hello", **ME | {"incarnation": "2"}, **INFO))
         service.end_turn()
         asked = Asked("next_order", **ME | {"incarnation": "2"}, after=0)
         service.handle(asked)
@@ -179,7 +179,7 @@ def test_a_process_in_the_turn_of_its_forerunner_s_offer_is_offered_once(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("card", "event", "fields", "attribute", "wanted"),
+    ("info", "event", "fields", "attribute", "wanted"),
     [
         ({"pinned": True}, "unpin", {}, "is_pinned", False),
         ({"serving": 1}, "loaded", {"number": 2, "ok": True, "error": ""}, "serving", 2),
@@ -187,17 +187,17 @@ def test_a_process_in_the_turn_of_its_forerunner_s_offer_is_offered_once(tmp_pat
     ],
 )
 def test_a_hello_that_a_report_has_overtaken_undoes_nothing_and_is_said_again(
-    tmp_path: Path, card: dict[str, Any], event: str, fields: dict[str, Any], attribute: str, wanted: object
+    tmp_path: Path, info: dict[str, Any], event: str, fields: dict[str, Any], attribute: str, wanted: object
 ) -> None:
     with serving(tmp_path) as (service, coordination, _):
-        service.handle(Asked("hello", **ME, **CARD | card, seq=1, told=0))
+        service.handle(Asked("hello", **ME, **INFO | info, seq=1, told=0))
         report(service, 1, event, **fields)
-        late = Asked("hello", **ME, **CARD | card, seq=2, told=0)  # written before the report, read behind it
+        late = Asked("hello", **ME, **INFO | info, seq=2, told=0)  # written before the report, read behind it
         service.handle(late)
         service.end_turn()
         assert getattr(coordination.members["receiver.0"], attribute) == wanted
         assert late.answers[0][0]["outdated"]
-        after = Asked("hello", **ME, **CARD | card, seq=3, told=1)
+        after = Asked("hello", **ME, **INFO | info, seq=3, told=1)
         service.handle(after)
         service.end_turn()
         assert not after.answers[0][0]["outdated"]
@@ -207,14 +207,14 @@ def test_a_status_is_as_old_as_the_fleet_is_large(tmp_path: Path) -> None:
     with serving(tmp_path) as (service, coordination, clock):
         service.tick(0.0)
         for index in range(99):
-            coordination.hello(Card(f"b{index}", "1", GLOO), clock.now())
+            coordination.hello(MemberInfo(f"b{index}", "1", GLOO), clock.now())
         service.tick(0.0)
         assert len(service.status().members) == 1, "still the last one"
         clock.advance(DESCRIBE_S)
         service.tick(0.0)
         assert len(service.status().members) == 100
         clock.advance(99 * DESCRIBE_S)
-        coordination.hello(Card("late", "1", GLOO), clock.now())
+        coordination.hello(MemberInfo("late", "1", GLOO), clock.now())
         service.tick(0.0)
         assert len(service.status().members) == 100
         clock.advance(2 * DESCRIBE_S)
@@ -227,8 +227,8 @@ def test_the_coordination_is_due_with_its_next_deadline_and_every_half_poll_at_t
     coordination = Coordination(timing, token=1)
     coordination.tick(100.0)
     assert coordination.wake_at() == 100.0 + timing.poll_s / 2
-    coordination.publisher_hello(PublisherSeat("p", GLOO, "", 1, 100.0), PolicyVersion(1, 0), 100.0)
-    coordination.hello(Card("receiver.0", "1", GLOO, is_attended=True), 100.0)
+    coordination.publisher_hello(PublisherInfo("p", GLOO, "", 1, 100.0), PolicyVersion(1, 0), 100.0)
+    coordination.hello(MemberInfo("receiver.0", "1", GLOO, is_attended=True), 100.0)
     assert coordination.wake_at() <= 100.0, "what has happened is to be settled"
     assert [order.kind for order in coordination.take_orders()] == ["offer"]
     assert coordination.wake_at() == 100.0 + timing.offer_s

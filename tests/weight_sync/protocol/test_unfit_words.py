@@ -18,14 +18,14 @@ from tests.weight_sync.protocol.test_late_calls import receiver
 from tests.weight_sync.protocol.test_turns import Asked, serving
 from tests.weight_sync.protocol.world import GLOO
 from tests.weight_sync.sides import manifest_of
-from weight_sync.carrier import TransferOrder
-from weight_sync.liaison import Reset
+from weight_sync.coordinator_session import Reset
 from weight_sync.memory.pool import SegmentPool
-from weight_sync.memory.shelf import Copy
-from weight_sync.protocol.members import PublisherSeat
+from weight_sync.memory.staging_area import Copy
+from weight_sync.protocol.members import PublisherInfo
 from weight_sync.protocol.messages import Instruction, Offer, Transfer, Withdraw
 from weight_sync.publisher import SUPERSEDED, Endpoint, PublisherService
 from weight_sync.receiver import ReceiverService
+from weight_sync.transfer_executor import TransferOrder
 
 __all__ = ["receiver"]
 TRANSFER = Transfer(
@@ -118,7 +118,7 @@ def test_a_receiver_refuses_an_order_that_is_none_for_it(receiver: ReceiverServi
 def test_an_offer_behind_its_abort_is_not_accepted(receiver: ReceiverService) -> None:
     receiver._abort(9)
     receiver._carry_out(Offer(round=9, number=1), b"")
-    assert receiver._liaison._reports.empty()
+    assert receiver._session._reports.empty()
 
 
 def test_a_receiver_that_lacks_the_base_of_differences_counts_that(receiver: ReceiverService) -> None:
@@ -131,6 +131,6 @@ def test_a_receiver_that_lacks_the_base_of_differences_counts_that(receiver: Rec
 def test_a_version_that_is_published_without_a_manifest_is_refused(tmp_path: Path) -> None:
     publisher = {"name": "publisher", "incarnation": "1"}
     with serving(tmp_path) as (coordinator, coordination, clock):
-        coordination.publisher_hello(PublisherSeat("1", GLOO, "", 1, clock.now()), None, clock.now())
+        coordination.publisher_hello(PublisherInfo("1", GLOO, "", 1, clock.now()), None, clock.now())
         with pytest.raises(WireError, match="without a manifest"):
             coordinator.handle(Asked("report", **publisher, event="published", fields={}, seq=1))

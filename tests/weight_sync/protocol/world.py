@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.core.staleness import PolicyVersion
-from weight_sync.protocol.members import Card, Member, PublisherSeat
+from weight_sync.protocol.members import Member, MemberInfo, PublisherInfo
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import Order, Timing
 
@@ -38,12 +38,12 @@ class World:
         self.sent: list[Order] = []
         self.publisher = "p"
         self.after_step: Callable[[], None] = lambda: None
-        self.coordination.publisher_hello(PublisherSeat("p", GLOO, "127.0.0.1", 1, self.now), None, self.now)
+        self.coordination.publisher_hello(PublisherInfo("p", GLOO, "127.0.0.1", 1, self.now), None, self.now)
         for name in names:
             self.join(name)
 
     def join(self, name: str, incarnation: str = "1", serving: int = 0, **kwargs: Any) -> None:
-        self.coordination.hello(Card(name, incarnation, GLOO, serving, **kwargs), self.now)
+        self.coordination.hello(MemberInfo(name, incarnation, GLOO, serving, **kwargs), self.now)
         self.coordination.attended(name, self.now)
 
     def publish(self, number: int) -> None:

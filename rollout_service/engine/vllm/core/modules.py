@@ -1,8 +1,8 @@
-"""Modules of vLLM's engine core, which the nursery imports before it forks."""
+"""Modules of vLLM's engine core, which the forkserver imports before it forks."""
 
 from __future__ import annotations
 
-from rollout_service.engine.vllm.core.nursery import without_collections
+from rollout_service.engine.vllm.core.forkserver import without_collections
 
 with without_collections():
     import vllm.v1.engine.core

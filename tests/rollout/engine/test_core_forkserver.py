@@ -1,4 +1,4 @@
-"""A process forked from the nursery: what it has imported, and in which environment it runs."""
+"""A process forked from the forkserver: what it has imported, and in which environment it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 def test_a_child_has_vllm_imported_and_its_starter_s_environment() -> None:
     # In a process of its own: a process has one fork server, and other tests may have begun it.
     done = subprocess.run(
-        [sys.executable, "-m", "tests.rollout.nursery_process"],
+        [sys.executable, "-m", "tests.rollout.forkserver_process"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -37,16 +37,16 @@ class Legacy:
     manifest: Manifest | None = None
 
 
-class LegacyFile:
+class PublisherStateFile:
     """The file of the publisher whose segments' names start with `prefix`."""
 
     def __init__(self, prefix: str) -> None:
         self.path = segments.SHM_DIR / f"{prefix}{SUFFIX}"
 
-    def write(self, legacy: Legacy) -> None:
+    def write(self, state_file: Legacy) -> None:
         """Replace what was written before; best effort, for a full /dev/shm must stop nobody."""
-        manifest = legacy.manifest.to_bytes() if legacy.manifest else b""
-        data = msgpack.packb({"token": legacy.token, "path": legacy.path, "manifest": manifest})
+        manifest = state_file.manifest.to_bytes() if state_file.manifest else b""
+        data = msgpack.packb({"token": state_file.token, "path": state_file.path, "manifest": manifest})
         draft = Path(f"{self.path}.new")
         with contextlib.suppress(OSError):
             descriptor = os.open(draft, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)

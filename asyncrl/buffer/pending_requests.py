@@ -39,7 +39,7 @@ def lease_lane(version: int, want: int) -> Hashable:
     return ("lease", version, want > 0)
 
 
-class Desk(Protocol):
+class RequestHandler(Protocol):
     """The turn-by-turn handling of requests, as operations see it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Desk(Protocol):
 
 
 @dataclass(eq=False)
-class Parked(Generic[R, M]):
+class PendingRequest(Generic[R, M]):
     """A request that waits.
 
     Attributes:
@@ -85,7 +85,7 @@ class Parked(Generic[R, M]):
     has_left: bool = field(default=False, init=False)
 
 
-class ParkingLot(Generic[R, M]):
+class PendingRequests(Generic[R, M]):
     """All that wait.
 
     >>> # lot.add(parked)
@@ -93,16 +93,16 @@ class ParkingLot(Generic[R, M]):
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[Hashable, deque[tuple[int, Parked[R, M]]]] = {}
-        self._deadlines: list[tuple[float, int, Parked[R, M]]] = []
-        self._of_owner: dict[Owner, list[Parked[R, M]]] = {}
+        self._lanes: dict[Hashable, deque[tuple[int, PendingRequest[R, M]]]] = {}
+        self._deadlines: list[tuple[float, int, PendingRequest[R, M]]] = []
+        self._of_owner: dict[Owner, list[PendingRequest[R, M]]] = {}
         self._numbers = itertools.count()
         self._num_waiting = 0
 
     def __len__(self) -> int:
         return self._num_waiting
 
-    def add(self, parked: Parked[R, M]) -> None:
+    def add(self, parked: PendingRequest[R, M]) -> None:
         """Let a request wait from now on."""
         if len(self._deadlines) > MIN_KEPT + 2 * self._num_waiting:
             self._forget_left()
@@ -112,7 +112,7 @@ class ParkingLot(Generic[R, M]):
         self._of_owner.setdefault(parked.owner, []).append(parked)
         self._num_waiting += 1
 
-    def of(self, owner: Owner) -> list[Parked[R, M]]:
+    def of(self, owner: Owner) -> list[PendingRequest[R, M]]:
         """Return what an owner has waiting, oldest first."""
         return list(self._of_owner.get(owner, ()))
 
@@ -121,7 +121,7 @@ class ParkingLot(Generic[R, M]):
         """Time at which the next wait may be over; infinite while nobody waits."""
         return self._deadlines[0][0] if self._deadlines else math.inf
 
-    def remove(self, parked: Parked[R, M]) -> None:
+    def remove(self, parked: PendingRequest[R, M]) -> None:
         """End a wait. Its places in lane and deadlines are cleared when they come up."""
         assert not parked.has_left, "a request leaves once"
         parked.has_left = True
@@ -131,7 +131,7 @@ class ParkingLot(Generic[R, M]):
         if not others:
             del self._of_owner[parked.owner]
 
-    def take_expired(self, now: float) -> Iterator[Parked[R, M]]:
+    def take_expired(self, now: float) -> Iterator[PendingRequest[R, M]]:
         """Yield, and let go, those whose deadline has come."""
         while self._deadlines and self._deadlines[0][0] <= now:
             parked = heapq.heappop(self._deadlines)[2]
@@ -142,8 +142,8 @@ class ParkingLot(Generic[R, M]):
     def end_turn(
         self,
         now: float,
-        answers: Callable[[Parked[R, M]], bool],
-        end: Callable[[Parked[R, M]], None],
+        answers: Callable[[PendingRequest[R, M]], bool],
+        end: Callable[[PendingRequest[R, M]], None],
         *,
         has_changed: bool,
         are_alike: Callable[[], bool],
@@ -159,7 +159,7 @@ class ParkingLot(Generic[R, M]):
         if has_changed and self._num_waiting:
             self.offer(answers, are_alike=are_alike())
 
-    def offer(self, answers: Callable[[Parked[R, M]], bool], *, are_alike: bool) -> None:
+    def offer(self, answers: Callable[[PendingRequest[R, M]], bool], *, are_alike: bool) -> None:
         """Let everyone try, oldest first; who is answered leaves.
 
         Args:
@@ -169,7 +169,7 @@ class ParkingLot(Generic[R, M]):
         # No two have the same number, so lanes are never compared.
         heads = [(line[0][0], lane) for lane in list(self._lanes) if (line := self._clear(lane))]
         heapq.heapify(heads)
-        kept: dict[Hashable, list[tuple[int, Parked[R, M]]]] = {}
+        kept: dict[Hashable, list[tuple[int, PendingRequest[R, M]]]] = {}
         while heads:
             _, lane = heapq.heappop(heads)
             entry = self._lanes[lane].popleft()
@@ -192,7 +192,7 @@ class ParkingLot(Generic[R, M]):
             self._lanes[lane] = deque(entry for entry in line if not entry[1].has_left)
             self._clear(lane)
 
-    def _clear(self, lane: Hashable) -> deque[tuple[int, Parked[R, M]]]:
+    def _clear(self, lane: Hashable) -> deque[tuple[int, PendingRequest[R, M]]]:
         """Drop from the front of a lane those that have left, and an empty lane; return the lane."""
         line = self._lanes.get(lane, deque())
         while line and line[0][1].has_left:

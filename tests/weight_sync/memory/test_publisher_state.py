@@ -11,9 +11,9 @@ import pytest
 from asyncrl.core.errors import FencedError, SegmentGone
 from asyncrl.core.staleness import PolicyVersion
 from weight_sync.memory import segments
-from weight_sync.memory.legacy import LegacyFile
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
 from weight_sync.memory.pool import SegmentPool
+from weight_sync.memory.publisher_state import PublisherStateFile
 
 LAYOUT = plan([TensorSpec("w", "float32", (16,))], 4096)
 NUM_BYTES = LAYOUT.total_bytes
@@ -43,7 +43,9 @@ def test_the_next_publisher_has_the_current_version_and_removes_the_rest(prefix)
     pool = SegmentPool(prefix, "7")
     assert pool.current is not None and pool.current.bytes_B is not None
     assert pool.current.number == 2 and set(pool.current.bytes_B.tolist()) == {2}
-    assert [path for path in segments.find(prefix) if path != str(LegacyFile(prefix).path)] == [current]
+    assert [path for path in segments.find(prefix) if path != str(PublisherStateFile(prefix).path)] == [
+        current
+    ]
     assert commit(pool, 1, 3) != current and pool.current.number == 3
 
 
@@ -67,9 +69,9 @@ def test_a_segment_of_the_publisher_before_is_not_committed(prefix):
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff\xff", b"\x93\x01\x02\x03", b"\x81\xa5token\xa1x"])
-def test_a_damaged_legacy_counts_as_nothing(prefix, damage):
+def test_a_damaged_state_file_counts_as_nothing(prefix, damage):
     commit(SegmentPool(prefix, "7"), 1, 1)
-    LegacyFile(prefix).path.write_bytes(damage)
+    PublisherStateFile(prefix).path.write_bytes(damage)
     pool = SegmentPool(prefix, "7")
     assert pool.current is None
     commit(pool, 0, 1)

@@ -15,13 +15,13 @@ import xxhash
 
 from asyncrl.core.rpc import Request
 from weight_sync.memory.manifest import Manifest
-from weight_sync.protocol.floor import ID_BITS
 from weight_sync.protocol.messages import NumberedOrder, Offer
 from weight_sync.protocol.rounds import Order
+from weight_sync.protocol.state import ID_BITS
 
 
 @dataclass
-class Mailbox:
+class OrderQueue:
     """Orders to one peer that it has not acknowledged, and its parked poll.
 
     Args:
@@ -35,7 +35,7 @@ class Mailbox:
     parked_until: float = 0.0
 
     @staticmethod
-    def opened(incarnation: str, token: int, before: Mailbox | None) -> Mailbox:
+    def opened(incarnation: str, token: int, before: OrderQueue | None) -> OrderQueue:
         """Return the box of a peer that has said hello to the coordinator with fencing token `token`.
 
         A poll from before this hello may still come, and acknowledges nothing in it: the peer's box `before`
@@ -43,7 +43,7 @@ class Mailbox:
         connection and polls over another, so its poll for the orders of a dead coordinator may well be
         the first that its successor gets after the hello.)
         """
-        return Mailbox(incarnation, before.last_seq if before is not None else token << ID_BITS)
+        return OrderQueue(incarnation, before.last_seq if before is not None else token << ID_BITS)
 
     def put(self, order: Order) -> None:
         """Add an order behind the others."""
@@ -97,7 +97,7 @@ class KnownVersion:
         )
 
 
-def fill(box: Mailbox, versions: dict[int, KnownVersion]) -> tuple[tuple[NumberedOrder, ...], list[bytes]]:
+def fill(box: OrderQueue, versions: dict[int, KnownVersion]) -> tuple[tuple[NumberedOrder, ...], list[bytes]]:
     """Return the box's orders as they go over the wire, and the frames that they refer to."""
     frames: list[bytes] = []
     orders = []

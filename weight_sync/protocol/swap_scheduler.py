@@ -1,4 +1,4 @@
-"""Permits to swap: which members may load a verified version now (pure).
+"""SwapScheduler to swap: which members may load a verified version now (pure).
 
 Owns the queue of members that hold a verified copy. A permit is held from the commit to the report of
 the load, at most `deadline_s`.
@@ -11,20 +11,20 @@ import math
 
 from asyncrl.core.files.sync_records import LoadFailureRecord
 from asyncrl.core.staleness import UNLOADED
-from weight_sync.protocol.floor import Floor
 from weight_sync.protocol.members import Member, MemberState
 from weight_sync.protocol.messages import Commit, Withdraw
+from weight_sync.protocol.state import CoordinationState
 
 MAX_LOAD_FAILURES = 3
 LOAD = "load"
 """Cause of a failed round whose bytes all arrived: an engine did not load its version."""
 
 
-class Permits:
+class SwapScheduler:
     """See the module."""
 
-    def __init__(self, floor: Floor) -> None:
-        self._floor = floor
+    def __init__(self, state: CoordinationState) -> None:
+        self._state = state
         self._queue: dict[str, None] = {}  # an ordered set
         self._refused_number = UNLOADED
 
@@ -51,24 +51,24 @@ class Permits:
         member.serving, member.num_load_failures = number, 0
         if member.staged is not None and member.staged <= number:
             member.staged = None
-        self._floor.counters["swaps"] += 1
+        self._state.counters["swaps"] += 1
         member.hear_replica(is_attended=False)
 
     def note_failed_load(self, member: Member, number: int, error: str, now: float) -> None:
         """The engine could not load `number` and holds nothing usable; it loads again from staging."""
-        self._floor.counters["failed_loads"] += 1
+        self._state.counters["failed_loads"] += 1
         if number != self._refused_number:
             self._refused_number = number
-            self._floor.counters["rounds_failed"] += 1
-            self._floor.counters[f"rounds_failed/{LOAD}"] += 1
-        self._floor.note(LoadFailureRecord(member.name, number, error))
+            self._state.counters["rounds_failed"] += 1
+            self._state.counters[f"rounds_failed/{LOAD}"] += 1
+        self._state.note(LoadFailureRecord(member.name, number, error))
         member.swapping, member.serving, member.last_error = None, UNLOADED, error
         member.is_unheard = False
         member.num_load_failures += 1
         if member.num_load_failures >= MAX_LOAD_FAILURES:
             member.num_load_failures, member.staged = 0, None
-            self._floor.blame(member, f"load failed {MAX_LOAD_FAILURES} times: {error}")
-            self._floor.back_off(member, now)
+            self._state.blame(member, f"load failed {MAX_LOAD_FAILURES} times: {error}")
+            self._state.back_off(member, now)
         else:
             member.staged = max(number, member.staged or 0)
             self._requeue(member)
@@ -77,34 +77,34 @@ class Permits:
 
     def due_at(self) -> float:
         """Return when `check_deadlines` has something to do; infinite while nobody swaps."""
-        swapping = (one.swap_until for one in self._floor.members.values() if one.swapping is not None)
+        swapping = (one.swap_until for one in self._state.members.values() if one.swapping is not None)
         return min(swapping, default=math.inf)
 
     def check_deadlines(self, now: float) -> None:
-        """Take the permits back that were held for too long, and blame their holders."""
-        for member in self._floor.members.values():
+        """Take the swap_scheduler back that were held for too long, and blame their holders."""
+        for member in self._state.members.values():
             if member.swapping is not None and now >= member.swap_until:
-                self._floor.counters["missed_swaps"] += 1
+                self._state.counters["missed_swaps"] += 1
                 self.take_back(member)
                 member.is_attended = False
-                self._floor.order(member.name, Withdraw())
-                self._floor.blame(member, "swap not done in time")
+                self._state.order(member.name, Withdraw())
+                self._state.blame(member, "swap not done in time")
 
     def grant(self, now: float) -> None:
         """Commit to the next members; those that serve nothing first, for they generate nothing."""
         if not self._queue:
             return
-        members = self._floor.members
+        members = self._state.members
         num_swapping = sum(member.swapping is not None for member in members.values())
         waiting = [members[name] for name in self._queue if members[name].may_swap()]
         for member in sorted(waiting, key=lambda member: member.serving != UNLOADED):
-            if num_swapping >= self._floor.parallelism:
+            if num_swapping >= self._state.parallelism:
                 return
             del self._queue[member.name]
             assert member.staged is not None, "only a verified version is waited with"
             member.swapping, member.staged = member.staged, None
-            member.swap_began, member.swap_until = now, now + self._floor.timing.deadline_s
-            self._floor.order(member.name, Commit(member.swapping))
+            member.swap_began, member.swap_until = now, now + self._state.timing.deadline_s
+            self._state.order(member.name, Commit(member.swapping))
             num_swapping += 1
 
     def _requeue(self, member: Member) -> None:

@@ -1,6 +1,6 @@
 """A receiver's copies: one verified, one committed, one taken by the engine, and the room for more.
 
-Owns the staging segments and their reuse; `protocol.copies` decides which copy stands where.
+Owns the staging segments and their reuse; `protocol.slots` decides which copy stands where.
 Invariant: a segment goes back to the free ones only when nobody writes to it and the engine does not read it.
 """
 
@@ -13,7 +13,7 @@ import torch
 from asyncrl.core.staleness import UNLOADED
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Layout, Manifest
-from weight_sync.protocol.copies import Copies
+from weight_sync.protocol.slots import Copies
 
 MAX_FREE = 2
 
@@ -31,11 +31,11 @@ class Copy:
         return self.manifest.version.number
 
 
-class Shelf:
+class StagingArea:
     """See the module. `prefix` starts the names of all its segments; leftovers of it are removed.
 
     Args:
-        life: Part of the names that no other shelf of this prefix has, before or after.
+        life: Part of the names that no other staging of this prefix has, before or after.
         keeps_base: The newest verified copy stays, loaded or not, for differences to it: one segment more.
     """
 
@@ -131,11 +131,11 @@ class Shelf:
         """Return the copy that an engine serving `serving` should load; the same one if asked again."""
         return self._copies.take(serving)
 
-    def untake(self) -> None:
+    def release_copies(self) -> None:
         """The engine that had taken a copy is gone; another one may have it."""
-        self._copies.untake()
+        self._copies.release_copies()
 
-    def disown(self) -> None:
+    def quarantine(self) -> None:
         """Another process asks for copies: one that is thought dead may still read what it has taken.
 
         That segment is given to whoever may load it, and never written to again.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 
 from asyncrl.core.files.sync_records import RoundRecord
-from weight_sync.protocol.floor import PUBLISHER, Floor
 from weight_sync.protocol.members import Member
 from weight_sync.protocol.rounds import (
     ABORTED,
@@ -23,6 +22,7 @@ from weight_sync.protocol.rounds import (
     Round,
     Sender,
 )
+from weight_sync.protocol.state import PUBLISHER, CoordinationState
 
 BLAMELESS = (PUBLISHER_LOST, SUPERSEDED, LEFT)
 """Causes of a broken round for which no member is suspected."""
@@ -30,43 +30,43 @@ UNEXPLAINED = ("", TRANSPORT, ABORTED)
 """Causes reported by a member that suffers from the fault of another member or the publisher."""
 
 
-class Judgement:
+class FailureAttribution:
     """See the module."""
 
-    def __init__(self, floor: Floor) -> None:
-        self._floor = floor
+    def __init__(self, state: CoordinationState) -> None:
+        self._state = state
 
     def judge(self, round_: Round, now: float) -> None:
         """Decide about the members of a round that has ended, and put it on record."""
-        failed = [self._floor.members[name] for name in round_.those(Part.FAILED)]
+        failed = [self._state.members[name] for name in round_.those(Part.FAILED)]
         explained = [member for member in failed if self._cause_of(member, round_) not in UNEXPLAINED]
         self._judge_explained(explained, round_, now)
         self._judge_rest([member for member in failed if member not in explained], round_, now)
         self._count(round_)
-        self._floor.note(_record(round_, now))
+        self._state.note(_record(round_, now))
 
     def _judge_explained(self, members: list[Member], round_: Round, now: float) -> None:
         """Members that said themselves what was wrong; bytes that are wrong for all were sent wrong."""
         causes = {self._cause_of(member, round_) for member in members}
         is_everyone = len(members) > 1 and len(members) == len(round_.receivers)
         if is_everyone and causes == {DIGEST}:
-            self._floor.blame_publisher("the bytes of every member differ from the digests", round_)
+            self._state.blame_publisher("the bytes of every member differ from the digests", round_)
         for member in members:
             if not (is_everyone and causes == {DIGEST}):
-                self._floor.blame(member, self._cause_of(member, round_), round_)
-            self._floor.back_off(member, now)
+                self._state.blame(member, self._cause_of(member, round_), round_)
+            self._state.back_off(member, now)
 
     def _judge_rest(self, members: list[Member], round_: Round, now: float) -> None:
         """Members that answered and cannot say what was wrong."""
         if not members or round_.culprits or round_.broken_by in BLAMELESS:
             return
         if len(round_.parts) == 1:
-            self._floor.blame(members[0], f"{round_.broken_by or 'a failure'} without others", round_)
-            self._floor.back_off(members[0], now)
+            self._state.blame(members[0], f"{round_.broken_by or 'a failure'} without others", round_)
+            self._state.back_off(members[0], now)
             members[0].part_from_others()
         elif round_.broken_by == DEADLINE and round_.sender is Sender.SENT and round_.those(Part.VERIFIED):
             for member in members:
-                self._floor.blame(member, "late: all was sent, others were done", round_)
+                self._state.blame(member, "late: all was sent, others were done", round_)
                 member.part_from_others()
         else:  # one of them, or none; those that came furthest go on together, and faster
             members.sort(key=lambda member: -member.num_buckets)
@@ -80,7 +80,7 @@ class Judgement:
         if round_.is_broken or round_.those(Part.FAILED, Part.LEFT_OUT):
             causes = Counter(_kind(cause) for cause in set(round_.causes.values()))
             for kind in sorted(causes or {DEADLINE: 1}):
-                self._floor.counters[f"rounds_failed/{kind}"] += 1
+                self._state.counters[f"rounds_failed/{kind}"] += 1
 
 
 def _kind(cause: str) -> str:

@@ -1,4 +1,4 @@
-"""Forks a child from a nursery and prints what the child sees: `python -m tests.rollout.nursery_process`."""
+"""Child of the fork server that prints its environment: `python -m tests.rollout.forkserver_process`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from rollout_service.engine.vllm.core import nursery
+from rollout_service.engine.vllm.core import forkserver
 
 
 def answer(queue: Any) -> None:
@@ -19,9 +19,9 @@ def answer(queue: Any) -> None:
 
 
 def main() -> None:
-    nursery.open_nursery()
+    forkserver.start_forkserver()
     os.environ["SET_LATE"] = "after the fork server had begun"
-    context = nursery.NurseryContext()
+    context = forkserver.CoreContext()
     queue = context.Queue()
     child = context.Process(target=answer, args=(queue,))
     child.start()

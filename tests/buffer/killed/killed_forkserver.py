@@ -1,6 +1,6 @@
 """Forks the parties of trials from one process that has imported everything: a party lives in 2 ms.
 
-python -m tests.buffer.killed.killed_nursery     one JSON request per line in, one answer per line out
+python -m tests.buffer.killed.killed_forkserver     one JSON request per line in, one answer per line out
     {"op": "start", "role": ..., "args": {...}, "fault": "..."}  ->  {"pid": ...}
     {"op": "poll"}                                               ->  {"ended": [[pid, exit code], ...]}
 """

@@ -7,7 +7,7 @@ import torch
 
 from asyncrl.core.errors import SyncError
 from tests.weight_sync.protocol.world import World
-from weight_sync.encoding.courier import HEAD, WHOLE, DeltaReceiver, DeltaSender
+from weight_sync.encoding.delta_codec import HEAD, WHOLE, DeltaReceiver, DeltaSender
 from weight_sync.encoding.sparse import Code
 
 BASE = torch.arange(256, dtype=torch.uint8)

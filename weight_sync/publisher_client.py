@@ -2,8 +2,8 @@
 
 Owns the copy and the digests made while copying. Never waits for a replica; every call is bounded.
 The first version, whose layout nobody knows, is gathered to rank 0. From then on every rank on this host
-writes its own parts (`publish_together`); if one cannot, versions go on being gathered.
-Invariant: all versions of one `Handoff` have the same names, dtypes and shapes in the same order.
+writes its own parts (`publish_sharded`); if one cannot, versions go on being gathered.
+Invariant: all versions of one `PublisherClient` have the same names, dtypes and shapes in the same order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from weight_sync import messages as wire
 from weight_sync.memory.manifest import Bucket, Layout, Manifest, Planner, Probe, TensorSpec, plan
 from weight_sync.memory.parts import Part
 from weight_sync.memory.segments import SHM_DIR
-from weight_sync.memory.together import TogetherWriter, Written
+from weight_sync.memory.sharded_publish import TogetherWriter, Written
 from weight_sync.memory.writer import (
     GrowingPlace,
     MappedPlace,
@@ -96,11 +96,11 @@ class Exporter(Protocol):
         """
 
 
-class Handoff:
+class PublisherClient:
     """Publishes versions to the publisher on this host.
 
-    >>> # handoff = Handoff(runtime, "tcp://127.0.0.1:5555", "asyncrl-run/", 64 << 20, token=3)
-    >>> # handoff.publish(PolicyVersion(1, 0), model.named_parameters())
+    >>> # client = PublisherClient(runtime, "tcp://127.0.0.1:5555", "asyncrl-run/", 64 << 20, token=3)
+    >>> # client.publish(PolicyVersion(1, 0), model.named_parameters())
 
     Args:
         address: RPC address of the publisher.
@@ -149,7 +149,7 @@ class Handoff:
         try:
             self._open()
         except AsyncrlError:
-            self._client.close()  # nobody else can: the caller gets no Handoff
+            self._client.close()  # nobody else can: the caller gets no PublisherClient
             raise
 
     def _open(self) -> None:
@@ -359,8 +359,8 @@ class Handoff:
         return layout, writer.finish(), writer.times
 
 
-def publish_together(
-    handoff: Handoff | None,
+def publish_sharded(
+    publisher_client: PublisherClient | None,
     together: TogetherWriter,
     path: str,
     version: PolicyVersion,
@@ -370,27 +370,27 @@ def publish_together(
     """Publish `model` from every rank of it; collective. Each rank writes its own parts, if all can.
 
     Args:
-        handoff: Rank 0's; the other ranks have none. It has found room.
+        publisher_client: Rank 0's; the other ranks have none. It has found room.
         path: Its `shared_path`, on every rank.
 
     Returns:
-        As `Handoff.publish` on rank 0; True on the others.
+        As `PublisherClient.publish` on rank 0; True on the others.
 
     Raises:
-        SyncError: As `Handoff.publish`, on every rank if any has failed in writing.
+        SyncError: As `PublisherClient.publish`, on every rank if any has failed in writing.
     """
     began = time.perf_counter()
-    layout = handoff.layout if handoff is not None else None
+    layout = publisher_client.layout if publisher_client is not None else None
     parts = model.named_parts() if path else ()
     if path and together.agrees(path, layout, parts):
         prepared_s = time.perf_counter() - began
         written = together.write(path, parts)
         if written is not None:
             written = replace(written, waited_s=written.waited_s + prepared_s)
-        return handoff is None or handoff.commit_parts(version, written, began, probe)
+        return publisher_client is None or publisher_client.commit_parts(version, written, began, probe)
     tensors = model.named_tensors()
-    if handoff is not None:
-        return handoff.publish(version, tensors, probe)
+    if publisher_client is not None:
+        return publisher_client.publish(version, tensors, probe)
     for _ in tensors:  # the export is collective
         pass
     return True

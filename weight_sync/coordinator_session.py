@@ -26,7 +26,7 @@ from asyncrl.core.rpc.message import Answer, fields_of
 from asyncrl.core.runtime.interface import Queue, Runtime, Task
 from asyncrl.core.sockets.keys import ClientKeys
 from weight_sync.protocol import messages as wire
-from weight_sync.protocol.peer import Allegiance, Hearing
+from weight_sync.protocol.peer import CoordinatorEpoch, EpochCheck
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ Deliver = Callable[[wire.Instruction, bytes], None]
 """Called with what is ordered, and the manifest's bytes (empty unless an offer)."""
 
 
-class Liaison:
+class CoordinatorSession:
     """See the module.
 
     Args:
@@ -91,7 +91,7 @@ class Liaison:
         self._orders_client, self._reports_client = self._connect(), self._connect()
         self._name, self._incarnation = name, incarnation
         self._born = runtime.wall_ns() // 1_000_000
-        self._allegiance = Allegiance()
+        self._epoch = CoordinatorEpoch()
         self._hello_seqs, self._num_reports = itertools.count(1), 0
         self._introduce = introduce
         self._deliver = deliver
@@ -206,17 +206,17 @@ class Liaison:
             self._deliver(Reset(), b"")
         self._must_say_hello.clear()  # what is lost from here on is not in this introduction
         told = self._num_reports
-        card = self._introduce()
+        info = self._introduce()
         hello = wire.Hello(
-            **card.args,
+            **info.args,
             name=self._name,
             incarnation=self._incarnation,
-            token=self._allegiance.token,
+            token=self._epoch.token,
             born=self._born,
             seq=next(self._hello_seqs),
             told=told,
         )
-        heard = client.ask(wire.HELLO, hello, card.frames, CALL_DEADLINE_S).message
+        heard = client.ask(wire.HELLO, hello, info.frames, CALL_DEADLINE_S).message
         self._hear(heard.token)
         self._poll_s = heard.poll_s
         if heard.outdated:
@@ -240,7 +240,7 @@ class Liaison:
         return wire.Report(
             name=self._name,
             incarnation=self._incarnation,
-            token=self._allegiance.token,
+            token=self._epoch.token,
             event=event.kind,
             fields=fields_of(event),
             seq=seq,
@@ -249,7 +249,7 @@ class Liaison:
     def _poll(self, session: int) -> bool:
         """Take the orders of `session`; return False if the coordinator does not know this peer."""
         asked = wire.NextOrder(
-            name=self._name, incarnation=self._incarnation, token=self._allegiance.token, after=self._after
+            name=self._name, incarnation=self._incarnation, token=self._epoch.token, after=self._after
         )
         found = self._orders_client.ask(wire.NEXT_ORDER, asked, deadline_s=self._poll_s + self._call_s)
         self._hear(found.message.token)
@@ -304,10 +304,10 @@ class Liaison:
 
     def _hear(self, token: int) -> None:
         """Note that a coordinator has answered; raises FencedError if it is one that was replaced."""
-        hearing = self._allegiance.hear(token)
-        if hearing is Hearing.OLDER:
+        hearing = self._epoch.hear(token)
+        if hearing is EpochCheck.OLDER:
             self.counters["older_coordinators"] += 1
-            raise FencedError(f"the coordinator's token {token} is older than {self._allegiance.token}")
-        if hearing is Hearing.NEWER:
+            raise FencedError(f"the coordinator's token {token} is older than {self._epoch.token}")
+        if hearing is EpochCheck.NEWER:
             self.counters["newer_coordinators"] += 1
         self._heard_at = self._runtime.now()

@@ -24,7 +24,7 @@ from asyncrl.core.errors import DeadlineExceeded, SyncError
 from asyncrl.core.runtime.interface import Queue, Runtime
 from asyncrl.core.staleness import UNLOADED
 from weight_sync.backends.contract import Broadcast, Group, Transport
-from weight_sync.encoding.courier import CarryBucket, carry_whole
+from weight_sync.encoding.delta_codec import CarryBucket, carry_whole
 from weight_sync.protocol.messages import Transfer
 from weight_sync.protocol.rounds import DIGEST, TRANSPORT
 
@@ -70,7 +70,7 @@ Done = Callable[[TransferOrder, str, str], None]
 """Called on the transfer thread with the order, the cause of a failure (or "") and its message."""
 
 
-class Carrier:
+class TransferExecutor:
     """See the module; all methods are called by one thread, the service's."""
 
     def __init__(self, runtime: Runtime, make_transport: Callable[[str], Transport]) -> None:

@@ -19,7 +19,7 @@ from weight_sync.memory import parts as parts_module
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Layout, TensorSpec, plan
 from weight_sync.memory.parts import Part, split_parts
-from weight_sync.memory.together import TogetherWriter, Written
+from weight_sync.memory.sharded_publish import TogetherWriter, Written
 
 WAIT_S = 60.0
 
@@ -145,10 +145,10 @@ def test_bytes_and_digests_are_those_of_the_plain_layout(world_size, bucket_byte
     prefix = f"asyncrl-{uuid.uuid4().hex[:8]}-"
     paths = [make_path(prefix, layout) for _ in range(2)]
 
-    def publish(meeting: ThreadMeeting) -> list[Written | None]:
-        together = TogetherWriter(meeting)
-        versions = [make_parts(meeting.rank, world_size, number) for number in range(2)]
-        assert together.agrees(paths[0], layout if meeting.rank == 0 else None, versions[0])
+    def publish(collectives: ThreadMeeting) -> list[Written | None]:
+        together = TogetherWriter(collectives)
+        versions = [make_parts(collectives.rank, world_size, number) for number in range(2)]
+        assert together.agrees(paths[0], layout if collectives.rank == 0 else None, versions[0])
         return [together.write(path, parts) for path, parts in zip(paths, versions, strict=True)]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -161,13 +161,13 @@ def test_bytes_and_digests_are_those_of_the_plain_layout(world_size, bucket_byte
         check_digests(layout, contents[number], written)
 
 
-def publish_on(paths: Sequence[str], layout: Layout, meeting: ThreadMeeting) -> Written | bool | None:
+def publish_on(paths: Sequence[str], layout: Layout, collectives: ThreadMeeting) -> Written | bool | None:
     """Publish once; `paths` are where each rank thinks that the segment is."""
-    together = TogetherWriter(meeting)
-    parts = make_parts(meeting.rank, meeting.world_size, 0)
-    if not together.agrees(paths[meeting.rank], layout if meeting.rank == 0 else None, parts):
+    together = TogetherWriter(collectives)
+    parts = make_parts(collectives.rank, collectives.world_size, 0)
+    if not together.agrees(paths[collectives.rank], layout if collectives.rank == 0 else None, parts):
         return False
-    return together.write(paths[meeting.rank], parts)
+    return together.write(paths[collectives.rank], parts)
 
 
 @pytest.mark.parametrize("stranger", [0, 1, 2])
@@ -175,13 +175,13 @@ def test_no_rank_writes_if_one_cannot_map_the_segment(prefix, stranger):
     layout = make_layout(400)
     paths = [make_path(prefix, layout)] * 3
     paths[stranger] = "/dev/shm/asyncrl-another-host"
-    assert run_ranks(3, lambda meeting: publish_on(paths, layout, meeting)) == [False] * 3
+    assert run_ranks(3, lambda collectives: publish_on(paths, layout, collectives)) == [False] * 3
 
 
 def test_a_segment_of_the_same_name_on_another_host_is_not_taken_for_this_one(prefix):
     layout = make_layout(400)
     paths = [make_path(prefix, layout), make_path(prefix, layout)]
-    assert run_ranks(2, lambda meeting: publish_on(paths, layout, meeting)) == [False] * 2
+    assert run_ranks(2, lambda collectives: publish_on(paths, layout, collectives)) == [False] * 2
 
 
 @pytest.mark.parametrize("unlucky", [0, 1])
@@ -189,11 +189,11 @@ def test_a_segment_that_is_gone_for_one_rank_is_gone_for_all_and_they_agree_anew
     layout = make_layout(400)
     path = make_path(prefix, layout)
 
-    def publish(meeting: ThreadMeeting) -> list[bool]:
-        together, parts = TogetherWriter(meeting), make_parts(meeting.rank, 2, 0)
-        known = layout if meeting.rank == 0 else None
+    def publish(collectives: ThreadMeeting) -> list[bool]:
+        together, parts = TogetherWriter(collectives), make_parts(collectives.rank, 2, 0)
+        known = layout if collectives.rank == 0 else None
         assert together.agrees(path, known, parts)
-        written = together.write(path + "-gone" if meeting.rank == unlucky else path, parts)
+        written = together.write(path + "-gone" if collectives.rank == unlucky else path, parts)
         with pytest.raises(AssertionError, match="have not agreed"):
             together.write(path, parts)
         assert together.agrees(path, known, parts)
@@ -206,11 +206,11 @@ def test_a_rank_that_does_not_come_to_the_meeting_leaves_no_version(prefix):
     layout = make_layout(400)
     path = make_path(prefix, layout)
 
-    def publish(meeting: ThreadMeeting) -> Written | None:
-        together, parts = TogetherWriter(meeting), make_parts(meeting.rank, 2, 0)
-        assert together.agrees(path, layout if meeting.rank == 0 else None, parts)
-        if meeting.rank == 1:
-            meeting.leave()
+    def publish(collectives: ThreadMeeting) -> Written | None:
+        together, parts = TogetherWriter(collectives), make_parts(collectives.rank, 2, 0)
+        assert together.agrees(path, layout if collectives.rank == 0 else None, parts)
+        if collectives.rank == 1:
+            collectives.leave()
             return None
         return together.write(path, parts)
 
@@ -222,10 +222,10 @@ def test_a_rank_that_fails_fails_all(prefix):
     layout = make_layout(400)
     path = make_path(prefix, layout)
 
-    def other_parts(meeting: ThreadMeeting) -> object:
-        together, parts = TogetherWriter(meeting), make_parts(meeting.rank, 2, 0)
-        assert together.agrees(path, layout if meeting.rank == 0 else None, parts)
-        if meeting.rank == 1:
+    def other_parts(collectives: ThreadMeeting) -> object:
+        together, parts = TogetherWriter(collectives), make_parts(collectives.rank, 2, 0)
+        assert together.agrees(path, layout if collectives.rank == 0 else None, parts)
+        if collectives.rank == 1:
             parts = (*parts[:-1], Part("rows", (78, 6), 0, 0, parts[-1].values_RC))
         return together.write(path, parts)
 
@@ -239,9 +239,9 @@ def test_a_rank_that_holds_less_than_before_fails_all(prefix, missing):
     layout = make_layout(200)
     path = make_path(prefix, layout)
 
-    def publish(meeting: ThreadMeeting) -> Written | None:
-        together, parts = TogetherWriter(meeting), make_parts(meeting.rank, 2, 0)
-        assert together.agrees(path, layout if meeting.rank == 0 else None, parts)
+    def publish(collectives: ThreadMeeting) -> Written | None:
+        together, parts = TogetherWriter(collectives), make_parts(collectives.rank, 2, 0)
+        assert together.agrees(path, layout if collectives.rank == 0 else None, parts)
         assert together.write(path, parts) is not None
         return together.write(path, tuple(part for part in parts if part.name != missing))
 
@@ -255,11 +255,11 @@ def test_parts_that_are_not_all_of_a_version_are_refused_by_every_rank(prefix, m
     layout = make_layout(400)
     path = make_path(prefix, layout)
 
-    def agree(meeting: ThreadMeeting) -> bool:
-        parts = make_parts(meeting.rank, 2, 0)
-        if meeting.rank == 1:
+    def agree(collectives: ThreadMeeting) -> bool:
+        parts = make_parts(collectives.rank, 2, 0)
+        if collectives.rank == 1:
             parts = tuple(part for part in parts if part.name != missing)
-        return TogetherWriter(meeting).agrees(path, layout if meeting.rank == 0 else None, parts)
+        return TogetherWriter(collectives).agrees(path, layout if collectives.rank == 0 else None, parts)
 
     errors = run_ranks(2, agree)
     assert all(isinstance(error, SyncError) and "the ranks hold" in str(error) for error in errors)
@@ -269,11 +269,11 @@ def test_parts_of_another_model_are_refused_by_every_rank(prefix):
     layout = make_layout(400)
     path = make_path(prefix, layout)
 
-    def agree(meeting: ThreadMeeting) -> bool:
-        parts = make_parts(meeting.rank, 2, 0)
-        if meeting.rank == 1:
+    def agree(collectives: ThreadMeeting) -> bool:
+        parts = make_parts(collectives.rank, 2, 0)
+        if collectives.rank == 1:
             parts = (*parts, Part("stranger", (1, 1), 0, 0, torch.zeros(1, 1)))
-        return TogetherWriter(meeting).agrees(path, layout if meeting.rank == 0 else None, parts)
+        return TogetherWriter(collectives).agrees(path, layout if collectives.rank == 0 else None, parts)
 
     errors = run_ranks(2, agree)
     assert [type(error) for error in errors] == [SyncError] * 2 and "stranger" in str(errors[1])
@@ -295,10 +295,10 @@ def test_a_bucket_that_one_rank_fills_is_digested_by_no_other(prefix):
     layout = plan([TensorSpec(name, "float32", (64, 4)) for name in halves], 300)
     path = make_path(prefix, layout)
 
-    def publish(meeting: ThreadMeeting) -> list[int]:
-        name = list(halves)[meeting.rank]
-        parts, together = (Part(name, (64, 4), 0, 0, halves[name]),), TogetherWriter(meeting)
-        assert together.agrees(path, layout if meeting.rank == 0 else None, parts)
+    def publish(collectives: ThreadMeeting) -> list[int]:
+        name = list(halves)[collectives.rank]
+        parts, together = (Part(name, (64, 4), 0, 0, halves[name]),), TogetherWriter(collectives)
+        assert together.agrees(path, layout if collectives.rank == 0 else None, parts)
         assert together._plan is not None
         return [*together._plan.writer.whole_buckets, *(-index for index in together._plan.shared)]
 

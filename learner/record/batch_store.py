@@ -75,7 +75,7 @@ class RecordedWeights:
 
 
 @dataclass(frozen=True)
-class Shelf:
+class BatchStore:
     """The folder of what a run recorded."""
 
     folder: Path

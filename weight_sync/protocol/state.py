@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.core.files.sync_records import BlameRecord, Record
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
-from weight_sync.protocol.members import Member, PublisherSeat
+from weight_sync.protocol.members import Member, PublisherInfo
 from weight_sync.protocol.messages import Instruction
 from weight_sync.protocol.rounds import Order, Round, Timing
 
@@ -22,7 +22,7 @@ MAX_BACKOFF_S = 5.0
 
 
 @dataclass
-class Floor:
+class CoordinationState:
     """See the module.
 
     Attributes:
@@ -37,7 +37,7 @@ class Floor:
     token: int
     uses_delta: bool = False
     members: dict[str, Member] = field(default_factory=dict)
-    publisher: PublisherSeat | None = None
+    publisher: PublisherInfo | None = None
     current: PolicyVersion | None = None
     newest_number: int = UNLOADED
     culprit: str = ""

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from asyncrl.core.errors import SyncError
-from weight_sync.backends.meeting import connect_store, join_store, meet, open_store, own_address
+from weight_sync.backends.rendezvous import connect_store, join_store, meet, open_store, own_address
 
 TIMEOUT = timedelta(seconds=20)
 

@@ -1,8 +1,8 @@
 """Several ranks of a learner write one version into one segment, each its own parts.
 
-Owns the agreement on whether they can, the meeting once all have written, and who digests what.
-Every function with a meeting is a collective: all ranks call it in the same order, and all come to the same
-outcome. Every wait ends with the process group's timeout. Invariant: nothing is committed unless every
+Owns the agreement on whether they can, the collectives once all have written, and who digests what.
+Every function that takes `collectives` is one: all ranks call it in the same order, and all come to the
+same outcome. Every wait ends with the process group's timeout. Invariant: nothing is committed unless every
 rank has written all it holds, and together they hold all there is.
 """
 
@@ -33,7 +33,7 @@ WRITTEN, GONE, FAILED = range(3)
 """Outcomes of a rank's part of a version; the worst of all ranks counts."""
 
 
-class Meeting(Protocol):
+class Collectives(Protocol):
     """Collectives over the ranks that publish together; with one rank they send nothing."""
 
     @property
@@ -66,7 +66,7 @@ class Written:
 
 @dataclass
 class _Plan:
-    """Agreement of the ranks; `shared` buckets are digested by this rank after the meeting."""
+    """Agreement of the ranks; `shared` buckets are digested by this rank after the collectives."""
 
     layout: Layout
     parts: tuple[Part, ...]
@@ -77,12 +77,12 @@ class _Plan:
 class TogetherWriter:
     """One rank's side; see the module.
 
-    >>> # together = TogetherWriter(meeting)
+    >>> # together = TogetherWriter(collectives)
     >>> # if together.agrees(path, layout, parts): written = together.write(path, parts)
     """
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
         self._mappings = Mappings()
         self._plan: _Plan | None = None
         self._is_refusal_known = False
@@ -100,13 +100,15 @@ class TogetherWriter:
             return True
         shared, is_mapped = self._try_mapping(path, layout)
         if not self._all(is_mapped):
-            if not self._is_refusal_known and self._meeting.rank == 0:
+            if not self._is_refusal_known and self._collectives.rank == 0:
                 log.warning("not every rank can map the publisher's segments: shards are gathered to rank 0")
             self._is_refusal_known = True
             return False
         self._plan = self._make_plan(shared, parts)
-        if self._meeting.rank == 0:
-            log.info("each of %d learner ranks writes its own part of a version", self._meeting.world_size)
+        if self._collectives.rank == 0:
+            log.info(
+                "each of %d learner ranks writes its own part of a version", self._collectives.world_size
+            )
         return True
 
     def write(self, path: str, parts: tuple[Part, ...]) -> Written | None:
@@ -125,30 +127,30 @@ class TogetherWriter:
         try:
             bytes_B = self._mappings.open(path, self._plan.layout.total_bytes)
             digests = self._renewed(parts).write(bytes_B, times)
-            fault_point("together.written", self._meeting.rank)
+            fault_point("together.written", self._collectives.rank)
         except AsyncrlError as caught:
             error = caught
         with waits:
-            (outcome,) = self._meeting.largest([_outcome_of(error)])
+            (outcome,) = self._collectives.largest([_outcome_of(error)])
         if outcome != WRITTEN:
             self._give_up(outcome, error)
             return None
         digests |= self._plan.writer.digest(bytes_B, self._plan.shared, times)
         layout = self._plan.layout
         with waits:
-            merged = self._meeting.merge_bytes(merge_digests([digests], layout.num_buckets))
+            merged = self._collectives.merge_bytes(merge_digests([digests], layout.num_buckets))
         return Written(tuple(_buckets(layout, merged)), times, waits.seconds)
 
     def _try_mapping(self, path: str, layout: Layout | None) -> tuple[Layout, bool]:
         """Return the layout, and whether this rank sees the mark that rank 0 has left in the segment."""
         mark = secrets.token_bytes(MARK_BYTES)
-        leads = self._meeting.rank == 0
+        leads = self._collectives.rank == 0
         if leads:
             assert layout is not None, "rank 0 knows the layout"
             is_mapped = self._leave_mark(path, layout, mark)
-            self._meeting.share_bytes(_to_bytes(layout, mark))
+            self._collectives.share_bytes(_to_bytes(layout, mark))
             return layout, is_mapped
-        layout, mark = _from_bytes(self._meeting.share_bytes(None))
+        layout, mark = _from_bytes(self._collectives.share_bytes(None))
         bytes_B = self._map(path, layout)
         return layout, bytes_B is not None and bytes_B[: len(mark)].tobytes() == mark
 
@@ -162,7 +164,7 @@ class TogetherWriter:
         try:
             return self._mappings.open(path, layout.total_bytes)
         except SyncError as error:
-            log.info("rank %d cannot map the publisher's segment: %s", self._meeting.rank, error)
+            log.info("rank %d cannot map the publisher's segment: %s", self._collectives.rank, error)
             return None
 
     def _make_plan(self, layout: Layout, parts: tuple[Part, ...]) -> _Plan:
@@ -171,16 +173,20 @@ class TogetherWriter:
             writer = PartWriter(layout, parts)
         except SyncError as caught:
             error = caught
-        (outcome,) = self._meeting.largest([_outcome_of(error)])
+        (outcome,) = self._collectives.largest([_outcome_of(error)])
         if outcome != WRITTEN or writer is None:
             raise error or _failed_elsewhere()
-        (num_bytes,) = self._meeting.add([writer.num_bytes])
+        (num_bytes,) = self._collectives.add([writer.num_bytes])
         wanted = sum(entry.num_bytes for entry in layout.tensors)
         if num_bytes != wanted:
             raise SyncError(f"the ranks hold {num_bytes} bytes of tensors, the version has {wanted}")
         is_whole = [int(index in writer.whole_buckets) for index in range(layout.num_buckets)]
-        open_buckets = [i for i, has_writer in enumerate(self._meeting.largest(is_whole)) if not has_writer]
-        return _Plan(layout, parts, writer, open_buckets[self._meeting.rank :: self._meeting.world_size])
+        open_buckets = [
+            i for i, has_writer in enumerate(self._collectives.largest(is_whole)) if not has_writer
+        ]
+        return _Plan(
+            layout, parts, writer, open_buckets[self._collectives.rank :: self._collectives.world_size]
+        )
 
     def _renewed(self, parts: tuple[Part, ...]) -> PartWriter:
         """Return a writer of `parts`: the one that there is if they are those of the version before."""
@@ -200,7 +206,7 @@ class TogetherWriter:
         raise error or _failed_elsewhere()
 
     def _all(self, is_true: bool) -> bool:
-        return self._meeting.add([int(is_true)]) == [self._meeting.world_size]
+        return self._collectives.add([int(is_true)]) == [self._collectives.world_size]
 
 
 class _Waits:

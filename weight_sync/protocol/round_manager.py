@@ -13,8 +13,7 @@ import msgspec
 
 from asyncrl.core.staleness import UNLOADED
 from weight_sync.backends.choice import agree_on_backend
-from weight_sync.protocol.floor import PUBLISHER, Floor
-from weight_sync.protocol.judgement import Judgement
+from weight_sync.protocol.failure_attribution import FailureAttribution
 from weight_sync.protocol.members import Member
 from weight_sync.protocol.messages import Abort, Offer, Transfer
 from weight_sync.protocol.rounds import (
@@ -30,16 +29,17 @@ from weight_sync.protocol.rounds import (
     Round,
     Sender,
 )
+from weight_sync.protocol.state import PUBLISHER, CoordinationState
 
 OPEN_PARTS = (Part.OFFERED, Part.ACCEPTED, Part.RECEIVING)
 
 
-class Conduct:
+class RoundManager:
     """See the module."""
 
-    def __init__(self, floor: Floor) -> None:
-        self._floor = floor
-        self._judgement = Judgement(floor)
+    def __init__(self, state: CoordinationState) -> None:
+        self._state = state
+        self._attribution = FailureAttribution(state)
         self.active: dict[Lane, Round] = {}
         self.groups = GroupCache()
         self.last_round_s: float | None = None
@@ -59,7 +59,7 @@ class Conduct:
     def due_at(self, now: float) -> float:
         """Return when `advance` has something to do, if nothing happens before."""
         rounds = (one.until if one.settle_until is None else one.settle_until for one in self.active.values())
-        retries = (one.retry_at for one in self._floor.members.values() if one.retry_at > now)
+        retries = (one.retry_at for one in self._state.members.values() if one.retry_at > now)
         return min(min(rounds, default=math.inf), min(retries, default=math.inf))
 
     def find(self, round_id: int) -> Round | None:
@@ -74,7 +74,7 @@ class Conduct:
         """Note what a member has done."""
         round_.parts[name] = part
         if part in FINAL_PARTS:
-            self._floor.members[name].staging = None
+            self._state.members[name].staging = None
 
     def leave(self, member: Member, now: float, is_gone: bool = True) -> None:
         """Take a member out of its round without blame.
@@ -86,7 +86,7 @@ class Conduct:
             if part not in OPEN_PARTS or (part is Part.RECEIVING and not is_gone):
                 continue
             self.set_part(round_, member.name, Part.LEFT)
-            self._floor.order(member.name, Abort(round_.id))
+            self._state.order(member.name, Abort(round_.id))
             if part is Part.RECEIVING:
                 self.break_up(round_, LEFT, now)
 
@@ -99,15 +99,15 @@ class Conduct:
 
     def check_publisher(self, now: float) -> None:
         """A publisher that falls silent is named once; rounds that still need it end."""
-        seat = self._floor.publisher
-        if seat is None or seat.is_missed or not self._floor.is_silent(seat.last_seen, now):
+        publisher = self._state.publisher
+        if publisher is None or publisher.is_missed or not self._state.is_silent(publisher.last_seen, now):
             return
-        seat.is_missed = True
+        publisher.is_missed = True
         needing = [round_ for round_ in self.active.values() if round_.sender is Sender.PENDING]
         for round_ in needing:
             self._lose_publisher(round_, SILENT, now)
         if not needing:
-            self._floor.blame_publisher(SILENT)
+            self._state.blame_publisher(SILENT)
 
     def leave_publisher(self, cause: str, now: float) -> None:
         """The publisher is gone, and every group with it; no `cause` blames nobody."""
@@ -122,7 +122,7 @@ class Conduct:
         """
         is_late = round_.broken_by == DEADLINE and round_.broken_at is not None and began >= round_.broken_at
         if round_.awaits_publisher and (is_late or began == math.inf):
-            self._floor.blame_publisher("had not begun to send", round_)
+            self._state.blame_publisher("had not begun to send", round_)
         round_.has_publisher_spoken = True
         self._num_unanswered = 0
 
@@ -132,32 +132,32 @@ class Conduct:
             return
         self.groups.drop(round_.membership)  # who has left may be in another round before this one ends
         round_.broken_at, round_.broken_by = now, cause
-        round_.settle_until = now + self._floor.timing.settle_s
+        round_.settle_until = now + self._state.timing.settle_s
         round_.causes[PUBLISHER] = cause
         round_.has_publisher_spoken = cause == DEADLINE and round_.sender is Sender.SENT  # in time, that is
         if round_.sender is Sender.PENDING:
             round_.sender = Sender.FAILED
-        self._floor.order(PUBLISHER, Abort(round_.id))
+        self._state.order(PUBLISHER, Abort(round_.id))
         for name in round_.those(*OPEN_PARTS):
-            self._floor.order(name, Abort(round_.id))
+            self._state.order(name, Abort(round_.id))
         for name in round_.those(Part.OFFERED, Part.ACCEPTED):
             self.set_part(round_, name, Part.FAILED)
 
     # --- start --------------------------------------------------------------------------------------
 
     def _start_rounds(self, now: float) -> None:
-        floor = self._floor
-        if floor.current is None or floor.publisher is None:
+        state = self._state
+        if state.current is None or state.publisher is None:
             return
-        if floor.is_silent(floor.publisher.last_seen, now):
+        if state.is_silent(state.publisher.last_seen, now):
             return
-        number = floor.current.number
-        wanting = [member for member in floor.members.values() if member.may_be_offered(number, now)]
+        number = state.current.number
+        wanting = [member for member in state.members.values() if member.may_be_offered(number, now)]
         if not wanting:
             return
         # Who has left a round is not judged with it, and may be in another one before it ends.
         busy = {name for round_ in self.active.values() for name in round_.parts if not round_.has_left(name)}
-        able = [m for m in wanting if m.name not in busy and not floor.is_silent(m.last_seen, now)]
+        able = [m for m in wanting if m.name not in busy and not state.is_silent(m.last_seen, now)]
         together = [member for member in able if not member.is_lone]
         if Lane.MAIN not in self.active:
             self._offer(Lane.MAIN, together, now)
@@ -169,63 +169,63 @@ class Conduct:
             self._offer(Lane.LONE, sorted(lone, key=lambda member: -member.num_buckets)[:1], now)
 
     def _offer(self, lane: Lane, members: list[Member], now: float) -> None:
-        version = self._floor.current
+        version = self._state.current
         if not members or version is None:
             return
-        until = now + self._floor.timing.offer_s
+        until = now + self._state.timing.offer_s
         parts = dict.fromkeys((member.name for member in members), Part.OFFERED)
-        round_ = self.active[lane] = Round(self._floor.next_id(), lane, version, now, until, parts)
+        round_ = self.active[lane] = Round(self._state.next_id(), lane, version, now, until, parts)
         for member in members:
             member.staging = version.number
-            self._floor.order(member.name, Offer(round_.id, version.number))
+            self._state.order(member.name, Offer(round_.id, version.number))
 
     # --- progress -----------------------------------------------------------------------------------
 
     def _progress_offer(self, round_: Round, now: float) -> None:
         for name in round_.those(Part.OFFERED, Part.ACCEPTED):
             is_late = round_.parts[name] is Part.OFFERED and now >= round_.until
-            if is_late or self._floor.is_silent(self._floor.members[name].last_seen, now):
+            if is_late or self._state.is_silent(self._state.members[name].last_seen, now):
                 self._leave_out(round_, name, "no answer to the offer" if is_late else SILENT)
         if not round_.those(Part.OFFERED) and round_.those(Part.ACCEPTED):
             self._start_transfer(round_, now)
 
     def _start_transfer(self, round_: Round, now: float) -> None:
-        floor, names = self._floor, round_.those(Part.ACCEPTED)
-        assert floor.publisher is not None, "a round without a publisher is broken"
-        end = round_.started + floor.timing.deadline_s - floor.timing.settle_s
+        state, names = self._state, round_.those(Part.ACCEPTED)
+        assert state.publisher is not None, "a round without a publisher is broken"
+        end = round_.started + state.timing.deadline_s - state.timing.settle_s
         round_.phase, round_.receivers = Phase.TRANSFER, tuple(names)
-        round_.until = max(end, now + floor.timing.settle_s)
-        key = tuple((name, floor.members[name].incarnation) for name in names)
-        round_.membership = self.groups.find(key) or self.groups.add(key, floor.next_id())
-        abilities = [floor.publisher.abilities, *(floor.members[name].abilities for name in names)]
+        round_.until = max(end, now + state.timing.settle_s)
+        key = tuple((name, state.members[name].incarnation) for name in names)
+        round_.membership = self.groups.find(key) or self.groups.add(key, state.next_id())
+        abilities = [state.publisher.abilities, *(state.members[name].abilities for name in names)]
         transfer = Transfer(
             round=round_.id,
             number=round_.version.number,
             membership=round_.membership,
             rank=0,
             world=len(names) + 1,
-            store_host=floor.publisher.store_host,
-            store_port=floor.publisher.store_port,
-            backend=agree_on_backend(floor.backend, abilities),
+            store_host=state.publisher.store_host,
+            store_port=state.publisher.store_port,
+            backend=agree_on_backend(state.backend, abilities),
             live=tuple(self.groups.live(other.membership for other in self.active.values())),
             deadline_s=round_.until - now,
             base=self._base_of(names, round_.version.number),
         )
-        floor.order(PUBLISHER, transfer)
+        state.order(PUBLISHER, transfer)
         for rank, name in enumerate(names, start=1):
             self.set_part(round_, name, Part.RECEIVING)
-            floor.order(name, msgspec.structs.replace(transfer, rank=rank))
+            state.order(name, msgspec.structs.replace(transfer, rank=rank))
 
     def _base_of(self, names: list[str], number: int) -> int:
         """Return the version that all of `names` hold and differences may be to; 0 for whole buckets."""
-        bases = {self._floor.members[name].base for name in names}
-        base = bases.pop() if len(bases) == 1 and self._floor.uses_delta else UNLOADED
+        bases = {self._state.members[name].base for name in names}
+        base = bases.pop() if len(bases) == 1 and self._state.uses_delta else UNLOADED
         return base if base < number else UNLOADED
 
     def _progress_transfer(self, round_: Round, now: float) -> None:
-        floor = self._floor
+        state = self._state
         for name in round_.those(Part.RECEIVING):
-            if floor.is_silent(floor.members[name].last_seen, now):
+            if state.is_silent(state.members[name].last_seen, now):
                 self._leave_out(round_, name, SILENT)
                 if round_.sender is Sender.PENDING:
                     self.break_up(round_, SILENT, now)
@@ -237,45 +237,45 @@ class Conduct:
     def _end_settling(self, round_: Round) -> None:
         assert round_.broken_at is not None, "only a broken round settles"
         for name in round_.those(Part.RECEIVING):
-            has_spoken = self._floor.members[name].last_seen > round_.broken_at
+            has_spoken = self._state.members[name].last_seen > round_.broken_at
             self._leave_out(round_, name, "no answer to an abort" if has_spoken else SILENT)
         if round_.awaits_publisher:
             self._miss_publisher(round_, round_.broken_at)
 
     def _miss_publisher(self, round_: Round, asked: float) -> None:
         """The publisher has not answered an abort: it is gone, or, as it polls, busy, which happens once."""
-        seat = self._floor.publisher
-        has_polled = seat is not None and seat.last_seen > asked
+        publisher = self._state.publisher
+        has_polled = publisher is not None and publisher.last_seen > asked
         self._num_unanswered += 1
         round_.has_publisher_spoken = True
         round_.broken_by = round_.causes[PUBLISHER] = PUBLISHER_LOST
         if not has_polled:
-            self._floor.blame_publisher(SILENT, round_)
+            self._state.blame_publisher(SILENT, round_)
         elif self._num_unanswered > 1:
-            self._floor.blame_publisher("no answer to aborts", round_)
+            self._state.blame_publisher("no answer to aborts", round_)
 
     def _lose_publisher(self, round_: Round, cause: str, now: float) -> None:
         if round_.is_broken or round_.is_over:
             return
         self.break_up(round_, PUBLISHER_LOST, now)
         if cause:
-            self._floor.blame_publisher(cause, round_)
+            self._state.blame_publisher(cause, round_)
 
     def _leave_out(self, round_: Round, name: str, cause: str) -> None:
-        member = self._floor.members[name]
+        member = self._state.members[name]
         member.part_from_others()
         self.set_part(round_, name, Part.LEFT_OUT)
         round_.causes[name] = cause
-        self._floor.order(name, Abort(round_.id))
-        self._floor.blame(member, cause, round_)
+        self._state.order(name, Abort(round_.id))
+        self._state.blame(member, cause, round_)
 
     def _close(self, round_: Round, now: float) -> None:
         del self.active[round_.lane]
-        self._floor.counters["rounds"] += 1
+        self._state.counters["rounds"] += 1
         if round_.has_spoilt_group:
             self.groups.drop(round_.membership)
         if round_.is_broken or round_.those(Part.FAILED, Part.LEFT_OUT):
-            self._floor.counters["rounds_failed"] += 1
+            self._state.counters["rounds_failed"] += 1
         else:
             self.last_round_s = now - round_.started
-        self._judgement.judge(round_, now)
+        self._attribution.judge(round_, now)

@@ -19,7 +19,7 @@ class Source(Protocol):
         """Return the groups of `tickets`, under the leader's fencing token."""
 
 
-class Intake:
+class BatchFetcher:
     """One rank's connection to the buffer.
 
     Args:

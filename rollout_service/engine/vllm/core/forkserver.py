@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 PRELOADED = ["rollout_service.engine.vllm.core.modules"]
 
 
-def open_nursery() -> None:
+def start_forkserver() -> None:
     """Start the fork server, which imports vLLM in the background. The environment must be set by now."""
     forkserver.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
@@ -43,11 +43,11 @@ def without_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forked_cores() -> Iterator[None]:
-    """Within the block vLLM forks its engine core from the nursery instead of spawning it."""
+    """Within the block vLLM forks its engine core from the forkserver instead of spawning it."""
     import vllm.v1.engine.utils as starter
 
     spawning = starter.get_mp_context
-    starter.get_mp_context = NurseryContext
+    starter.get_mp_context = CoreContext
     try:
         yield
     finally:
@@ -68,7 +68,7 @@ class _Child(ForkServerProcess):
         super().run()
 
 
-class NurseryContext(ForkServerContext):
-    """The multiprocessing context whose processes are forked from the nursery."""
+class CoreContext(ForkServerContext):
+    """The multiprocessing context whose processes are forked from the forkserver."""
 
     Process: ClassVar[Any] = _Child
