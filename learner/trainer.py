@@ -18,7 +18,7 @@ from learner.algorithms.objective import Objective
 from learner.backend import Models
 from learner.batch_fetcher import FittingGroups, Source
 from learner.guard.hooks import KlFallback
-from learner.guard.models import GuardedModels
+from learner.guard.memory import GuardedModels
 from learner.orders import Adjust, Train, split_parts
 from learner.ranks import Ranks
 from learner.report import Stopwatch, measure_memory, reduce_over_ranks

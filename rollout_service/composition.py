@@ -21,8 +21,8 @@ from rollout_service.environments.registry import load_environment
 from rollout_service.environments.runner import build_runner
 from rollout_service.evaluation.wiring import build_evaluator, load_data
 from rollout_service.gateway.gateway import build_gateway, check_gateway
-from rollout_service.parts import ReplicaParts, ReplicaSettings
-from rollout_service.replica import Replica
+from rollout_service.replica.parts import ReplicaParts, ReplicaSettings
+from rollout_service.replica.service import Replica
 from rollout_service.rewards.registry import load_reward
 from rollout_service.rewards.shaping import Overlong
 from rollout_service.sampling.groups import GroupRunner, GroupSettings

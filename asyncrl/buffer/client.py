@@ -21,13 +21,14 @@ from asyncrl.buffer import messages as wire
 from asyncrl.buffer.ledger.events import UNSAID
 from asyncrl.buffer.messages import (
     EvaluationOrder,
+    Fetched,
     LeaseReply,
     Opening,
+    PrefetchedGroups,
     ReservedTicket,
 )
-from asyncrl.buffer.payloads import Prefetched, read_fetched, split_frames
 from asyncrl.buffer.rules.replica import HeldOrder
-from asyncrl.core.errors import ConnectionLost, DeadlineExceeded, WireError
+from asyncrl.core.errors import ConnectionLost, DeadlineExceeded, LedgerError, WireError
 from asyncrl.core.experience import Group, decode_group, encode_group
 from asyncrl.core.metrics.tallies import Tally
 from asyncrl.core.rpc import AsyncClient, Client, PendingCall
@@ -424,3 +425,35 @@ class LearnerClient:
                 self.num_repeated += 1
                 log.warning("%s; it is made again", error.message)
                 self._runtime.sleep(REPEAT_PAUSE_S)
+
+
+def split_frames(answer: Answer[Fetched] | Answer[PrefetchedGroups]) -> list[list[Frame]]:
+    """Return the frames of each group in an answer to `fetch` or `prefetch`."""
+    counts = answer.message.frames_per_group
+    if sum(counts) != len(answer.frames):
+        raise WireError("the buffer's frames do not fit the groups that it names")
+    frames = iter(answer.frames)
+    return [[next(frames) for _ in range(count)] for count in counts]
+
+
+def read_fetched(
+    tickets: Sequence[int], answer: Answer[Fetched], known: Mapping[int, Group]
+) -> dict[int, Group]:
+    """Return the groups that came; those of `tickets` without frames must be `known`."""
+    if lost := answer.message.lost:
+        raise LedgerError(f"the payloads of tickets {list(lost)} are lost", hint="Reserve the step again")
+    found = split_frames(answer)
+    if len(found) != len(tickets):
+        raise WireError("the buffer's frames do not fit the tickets that were fetched")
+    came = {ticket: frames for ticket, frames in zip(tickets, found, strict=True) if frames}
+    if any(ticket not in came and ticket not in known for ticket in tickets):
+        raise WireError("the buffer left out groups that were fetched")
+    return {ticket: decode_group(frames) for ticket, frames in came.items()}
+
+
+@dataclass(frozen=True)
+class Prefetched:
+    """A payload that came ahead, of one attempt at a ticket."""
+
+    attempt: int
+    frames: list[Frame]

@@ -30,7 +30,7 @@ from learner.checkpoint.snapshot import Snapshot
 from learner.service import LearnerService
 from rollout_service import composition as rollout_composition
 from rollout_service.engine.protocol import Completion, Interrupted, Sampling
-from rollout_service.replica import Replica
+from rollout_service.replica.service import Replica
 from weight_sync.memory.parts import Part
 
 if TYPE_CHECKING:

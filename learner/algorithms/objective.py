@@ -35,11 +35,11 @@ from learner.algorithms.correction import (
 from learner.algorithms.diagnostics import divergence
 from learner.algorithms.kl import AdaptiveKl, FixedKl, KlController, kl_penalty, measure_penalty
 from learner.algorithms.losses import POLICY_LOSSES, Clip, LossInput, PolicyLossFn, TokenLoss
+from learner.algorithms.losses.terms import value_loss
 from learner.algorithms.presets import find_correction
 from learner.algorithms.registry import resolve
 from learner.algorithms.rows import Rows, Sum, masked, masked_mean
 from learner.algorithms.validation import check_section, describe_section
-from learner.algorithms.value import value_loss
 from learner.batching.batch import PackedBatch
 
 Tensors = dict[str, torch.Tensor]

@@ -1,4 +1,4 @@
-"""A model that survives running out of memory, and that can refuse an update.
+"""Models that survive running out of memory, and that can refuse an update.
 
 Owns the retry: microbatches of half the tokens, then more offload, and it says so. The gradients are
 zeroed at the start of every try, so a retry is exact. Invariant: a pass is tried again only if no other
@@ -11,11 +11,11 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import OutOfMemoryError
 
-from learner.backend import LearnerBackend, ValueBackend
+from learner.backend import LearnerBackend, Models, ValueBackend
 from learner.batching.batch import PackedBatch
 from learner.guard.explanations import explain
 from learner.guard.guard import Limits, UnstableTraining
@@ -162,3 +162,46 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | OutOfMemoryError):
         return True
     return any(message in str(error).lower() for message in HOST_MESSAGES)
+
+
+class GuardedModels:
+    """The guarded `models` of one rank, to be trained in place of the plain ones.
+
+    The limits and the retry are the same for policy and critic. It never decides what a refused update means:
+    it says which groups trained nothing, those that neither the policy nor the critic learned from.
+    """
+
+    def __init__(self, plain: Models) -> None:
+        self._policy = GuardedModel(plain.policy)
+        self._critic = None if plain.critic is None else GuardedModel(plain.critic, "critic")
+        self._reference = None if plain.reference is None else GuardedModel(plain.reference)
+        # A guarded model passes on what it does not guard.
+        self.models = Models(
+            cast(LearnerBackend, self._policy),
+            cast(ValueBackend | None, self._critic),
+            cast(LearnerBackend | None, self._reference),
+        )
+
+    def begin_step(self, limits: Limits) -> None:
+        """Begin a learner step with these limits of its updates."""
+        for model in self._trained():
+            model.begin_step(limits)
+
+    @property
+    def num_refused(self) -> int:
+        """Updates of the step that were beyond the limits; the same on every rank."""
+        return sum(model.gate.num_refused for model in self._trained())
+
+    @property
+    def refused_tickets(self) -> list[int]:
+        """This rank's groups of the step that no model learned from, ascending."""
+        return sorted(set.intersection(*(model.refused_tickets for model in self._trained())))
+
+    @property
+    def num_out_of_memory(self) -> int:
+        """Times that memory ran out on this rank, since the start."""
+        found = [*self._trained(), *([self._reference] if self._reference else [])]
+        return sum(model.num_out_of_memory for model in found)
+
+    def _trained(self) -> list[GuardedModel]:
+        return [self._policy, *([self._critic] if self._critic else [])]

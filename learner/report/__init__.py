@@ -9,11 +9,9 @@ from learner.report.description import (
     describe_targets,
 )
 from learner.report.efficiency import Efficiency, make_efficiency
-from learner.report.memory import measure_memory
 from learner.report.profiler import ProfilerWindow
 from learner.report.reduction import merge_updates, reduce_over_ranks
-from learner.report.stopwatch import Stopwatch
-from learner.report.waits import Waits, describe_time
+from learner.report.waits import Stopwatch, Waits, describe_time, measure_memory
 
 __all__ = [
     "Efficiency",

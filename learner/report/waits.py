@@ -1,4 +1,4 @@
-"""Waits of rank 0 by cause, and the composition of a step's time.
+"""Waits of rank 0 by cause, the time of each stage of a step and their sum, and the memory of a rank.
 
 Invariant: the waits, by cause, the work, by stage, and the rest add up to the step.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+import psutil
+import torch
 
 from asyncrl.core.runtime.clock import Clock, SystemClock
 
@@ -81,3 +84,50 @@ def describe_time(
         "perf/learner_idle_share": shares[f"perf/learner_idle/{BATCH}"],
         "perf/learner_busy_share": 1.0 - sum(shares.values()),
     }
+
+
+class Stopwatch:
+    """Seconds per stage of one step; stages do not overlap.
+
+    A stage is also a range of `torch.profiler` and, on a GPU, of NVTX.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self.seconds: dict[str, float] = {}
+        self._has_cuda = torch.cuda.is_available()
+
+    @contextmanager
+    def time(self, stage: str) -> Iterator[None]:
+        """Add the time of the block to `stage`."""
+        start = self._clock.now()
+        if self._has_cuda:
+            torch.cuda.nvtx.range_push(stage)
+        try:
+            with torch.profiler.record_function(stage):
+                yield
+        finally:
+            if self._has_cuda:
+                torch.cuda.nvtx.range_pop()
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + self._clock.now() - start
+
+    def read(self) -> dict[str, float]:
+        """Return `timing_s/<stage>` and start anew."""
+        found = {f"timing_s/{stage}": seconds for stage, seconds in self.seconds.items()}
+        self.seconds = {}
+        return found
+
+
+_GIB = 2**30
+
+
+def measure_memory() -> dict[str, float]:
+    """Return `perf/*memory*` of this process; the GPU's where there is one."""
+    found = {
+        "perf/cpu_memory_used_gb": psutil.virtual_memory().used / _GIB,
+        "perf/process_memory_gb": psutil.Process().memory_info().rss / _GIB,
+    }
+    if torch.cuda.is_available():
+        found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / _GIB
+        found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / _GIB
+    return found

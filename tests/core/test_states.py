@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.control.fleet.units import Stage
 from asyncrl.core.states import ServiceState
-from rollout_service.states import State
+from rollout_service.replica.states import State
 from weight_sync.protocol.members import MemberState
 
 ROOT = Path(__file__).parents[2]

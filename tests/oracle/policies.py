@@ -12,8 +12,8 @@ from learner.algorithms.correction import importance_weights, reject
 from learner.algorithms.kl import AdaptiveKl, kl_penalty
 from learner.algorithms.losses import POLICY_LOSSES, Clip, LossConstants, LossInput, TokenLoss
 from learner.algorithms.losses.covariance import find_candidates
+from learner.algorithms.losses.terms import value_loss
 from learner.algorithms.rows import masked_mean
-from learner.algorithms.value import value_loss
 from tests.oracle.corrections import describe_correction, read_correction
 from tests.oracle.layout import Layout, lay_out
 

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from rollout_service.engine.vllm.core import forkserver
+from rollout_service.engine.vllm.core import process
 
 
 def answer(queue: Any) -> None:
@@ -19,9 +19,9 @@ def answer(queue: Any) -> None:
 
 
 def main() -> None:
-    forkserver.start_forkserver()
+    process.start_forkserver()
     os.environ["SET_LATE"] = "after the fork server had begun"
-    context = forkserver.CoreContext()
+    context = process.CoreContext()
     queue = context.Queue()
     child = context.Process(target=answer, args=(queue,))
     child.start()

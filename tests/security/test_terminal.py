@@ -20,12 +20,12 @@ from msgspec import convert
 from msgspec.structs import replace
 from rich.console import Console
 
-from asyncrl.buffer.audit.rollouts import Fate
 from asyncrl.cli import exits
 from asyncrl.cli.live import panel_of, text_of
 from asyncrl.cli.reports import account, weights
 from asyncrl.cli.reports.logs import TIME, Logs, Writer
 from asyncrl.cli.reports.status import table_of
+from asyncrl.cli.rollouts.fates import Fate
 from asyncrl.cli.rollouts.sheet import Sheet
 from asyncrl.cli.rollouts.terminal import sheet_on_terminal
 from asyncrl.cli.run.ending import paragraph

@@ -64,7 +64,7 @@ RUN_FILES = (
     "asyncrl/buffer/ledger/snapshot.py",
     "asyncrl/buffer/ledger/state.py",
     "asyncrl/buffer/pending_requests.py",
-    "asyncrl/buffer/payloads.py",
+    "asyncrl/buffer/client.py",
     "asyncrl/buffer/replica_ops.py",
     "asyncrl/buffer/service.py",
     "asyncrl/buffer/store.py",
@@ -77,7 +77,11 @@ RUN_FILES = (
     "rollout_service/sampling/episode.py",
     "rollout_service/evaluation/evaluator.py",
     "rollout_service/sampling/groups.py",
-    "rollout_service/replica.py",
+    "rollout_service/replica/groups.py",
+    "rollout_service/replica/leases.py",
+    "rollout_service/replica/lifecycle.py",
+    "rollout_service/replica/service.py",
+    "rollout_service/replica/weights.py",
     "weight_sync/link.py",
 )
 

@@ -37,10 +37,15 @@ from asyncrl.core.sockets.keys import ServerKeys
 from asyncrl.core.staleness import PolicyVersion
 from asyncrl.core.states import ServiceState
 from weight_sync.bounds import limits_of
-from weight_sync.coordination.callers import member_info_of, seat_of
+from weight_sync.coordination.conversions import (
+    member_info_of,
+    members_status,
+    obstacles_of,
+    publisher_info_of,
+    rounds_status,
+)
 from weight_sync.coordination.journal import Journal
 from weight_sync.coordination.order_queue import KnownVersion, OrderQueue, ReportLog, fill, forget_versions
-from weight_sync.coordination.status_snapshot import picture_members, picture_obstacles, picture_rounds
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.protocol import messages as wire
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
@@ -163,7 +168,9 @@ class CoordinatorService:
             return self._answer_hello(is_welcome=True, is_outdated=True)
         now = self._clock.now()
         is_welcome = (
-            self._coordination.publisher_hello(seat_of(asked, now), self._take_manifest(request), now)
+            self._coordination.publisher_hello(
+                publisher_info_of(asked, now), self._take_manifest(request), now
+            )
             if name == PUBLISHER
             else self._coordination.hello(member_info_of(asked), now)
         )
@@ -332,7 +339,7 @@ class CoordinatorService:
         if now < self._picture_at and not is_forced:
             return
         self._is_picture_old = False
-        members, self._picture_at = picture_members(self._coordination), now + PICTURE_S
+        members, self._picture_at = members_status(self._coordination), now + PICTURE_S
         if members == self._last_picture:
             return
         self._last_picture = members
@@ -360,11 +367,11 @@ class CoordinatorService:
             digest=known.digest if known else "",
             num_bytes=known.num_bytes if known else 0,
             round=coordination.round.phase.value if coordination.round else None,
-            rounds=tuple(picture_rounds(coordination, now)),
-            obstacles=tuple(picture_obstacles(coordination)),
+            rounds=tuple(rounds_status(coordination, now)),
+            obstacles=tuple(obstacles_of(coordination)),
             last_round_s=coordination.last_round_s,
             longest_round_s=self._longest_round_s,
             culprit=coordination.culprit,
             counters=dict(coordination.counters) | self._server.tell_counters(),
-            members=picture_members(coordination, now),
+            members=members_status(coordination, now),
         )

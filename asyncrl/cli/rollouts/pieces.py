@@ -10,7 +10,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from asyncrl.buffer.audit.rollouts import AgedSpan, Rollout
+from asyncrl.cli.rollouts.fates import AgedSpan, Rollout
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.buffer.audit.report import RunPast, opened_past
-from asyncrl.buffer.audit.rollouts import Fate, FateBook, Rollout, order_rollouts
 from asyncrl.cli.exits import say
+from asyncrl.cli.rollouts.fates import Fate, FateBook, Rollout, order_rollouts
 from asyncrl.cli.rollouts.pieces import pieces_of
 from asyncrl.cli.rollouts.sheet import Entry, Sheet
 from asyncrl.core.errors import WireError

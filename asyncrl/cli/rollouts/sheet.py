@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.buffer.audit.rollouts import WHY_DROPPED, Fate, Rollout
+from asyncrl.cli.rollouts.fates import WHY_DROPPED, Fate, Rollout
 from asyncrl.cli.rollouts.pieces import Piece
 from asyncrl.core.files.printable import ESCAPED, printable
 

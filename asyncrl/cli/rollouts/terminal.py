@@ -8,7 +8,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from asyncrl.buffer.audit.rollouts import CUT, OBSERVED, OVER_AGE
+from asyncrl.cli.rollouts.fates import CUT, OBSERVED, OVER_AGE
 from asyncrl.cli.rollouts.pieces import SHADE_BOUNDS, Piece, badge_of
 from asyncrl.cli.rollouts.sheet import Entry, Sheet, fate_line_of, headline_of, masks_line_of
 from asyncrl.core.files.printable import printable

@@ -25,7 +25,7 @@ class Request:
     Attributes:
         sent_s: When the caller sent it, by its own monotonic clock; None if it did not say.
         within_s: How long from then it waits for the answer.
-        lay_s: How long it lay before it was read, at least (`asyncrl.core.rpc.delays`).
+        lay_s: How long it lay before it was read, at least (`asyncrl.core.rpc.server`).
         role: Of the caller, by its key; `SERVICE` for every caller of a server without keys.
     """
 

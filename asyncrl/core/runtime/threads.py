@@ -8,13 +8,30 @@ import queue
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from asyncrl.core.rpc.memory import resident_bytes
 from asyncrl.core.runtime.clock import SystemClock
-from asyncrl.core.runtime.interface import Event, Lock, Network, Queue, Task
-from asyncrl.core.sockets.network import ZmqNetwork
+from asyncrl.core.runtime.interface import Event, Line, Listener, Lock, Network, Queue, Task
+from asyncrl.core.runtime.limits import Limits
+from asyncrl.core.sockets.keys import ClientKeys, ServerKeys
+from asyncrl.core.sockets.line import ZmqLine
+from asyncrl.core.sockets.listener import ZmqListener
+
+
+class ZmqNetwork:
+    """See `asyncrl.core.runtime.interface.Network`. It has no state: all sockets are those of the process."""
+
+    def dealer(self, address: str, keys: ClientKeys | None) -> Line:
+        """Return a DEALER that connects to `address`."""
+        return ZmqLine(address, keys)
+
+    def router(self, bind: str, keys: ServerKeys | None, limits: Limits, counters: Counter[str]) -> Listener:
+        """Return a ROUTER bound to `bind`."""
+        return ZmqListener(bind, keys, limits, counters)
+
 
 T = TypeVar("T")
 

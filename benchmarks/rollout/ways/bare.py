@@ -21,7 +21,7 @@ from benchmarks.calibration.engine_curve import sampling_of
 from benchmarks.rollout.ways import setting
 from benchmarks.rollout.ways.setting import Count, Rate, make_prompt, rate_between
 from benchmarks.weight_sync.peers.peers import now_s
-from rollout_service.engine.vllm.core import forkserver
+from rollout_service.engine.vllm.core import process
 
 PREFIX_TOKENS, PREFIX_RESPONSE_TOKENS, PREFIX_GROUPS = 260, 8, 2
 """On a CPU vLLM caches blocks of 128 tokens, and computes a prompt's last token always."""
@@ -112,7 +112,7 @@ def start_engine(
         kv_cache_memory_bytes=kv_cache_bytes,
         distributed_executor_backend="uni",
     )
-    with forkserver.forked_cores():
+    with process.forked_cores():
         return AsyncLLM.from_engine_args(arguments, stat_loggers=list(stat_loggers) or None)
 
 

@@ -23,7 +23,7 @@ from benchmarks.rollout.ways.bare import tokens_in_flight
 from benchmarks.rollout.ways.setting import START_S, Count
 from benchmarks.weight_sync.peers.peers import now_s, obey
 from rollout_service import composition
-from rollout_service.replica import Replica
+from rollout_service.replica.service import Replica
 
 POLL_S = 0.05
 
@@ -65,7 +65,7 @@ class Ours:
 
     def count(self) -> Count:
         """Return what the replica has generated so far."""
-        status, parts = self.status(), self._replica._parts
+        status, parts = self.status(), self._replica.parts
         assert parts is not None, "it has started"
         client: Any = parts.engine._engine
         assert status.engine is not None, "it has started"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from learner.algorithms.correction.prox import interpolate_prox
 from learner.algorithms.correction.rejection import reject, rejection_metrics
-from learner.algorithms.correction.weights import importance_weights, raw_weights, veto_rows
+from learner.algorithms.correction.weights import importance_weights, interpolate_prox, raw_weights, veto_rows
 from learner.algorithms.presets import (
     Correction,
     Rejection,

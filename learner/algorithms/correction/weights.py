@@ -1,4 +1,4 @@
-"""Importance weights and the row veto (pure).
+"""Importance weights, the row veto, and proximal log-probs without a forward pass (pure).
 
 delta is the log-ratio to the behaviour policy: prox - behaviour (decoupled: weights made once per
 step, multiplied into the clipped loss around prox) or current - behaviour (bypass: the behaviour
@@ -86,3 +86,22 @@ def veto_rows(delta_N: torch.Tensor, mask_N: torch.Tensor, rows: Rows, threshold
     is_absurd_N = clamp_log_ratio(delta_N.detach()).exp() < threshold
     is_kept_R = rows.sum(is_absurd_N.float(), mask_N) == 0
     return mask_N * rows.spread(is_kept_R)
+
+
+def interpolate_prox(
+    logprobs_N: torch.Tensor, behaviour_N: torch.Tensor, lag_N: torch.Tensor
+) -> torch.Tensor:
+    """Return behaviour + alpha (current - behaviour), without gradient; arXiv 2512.06547 (A-3PO).
+
+    The weights being trained are on their way to version v, the proximal ones are v - 1, the sampler's
+    v_b: alpha = (v - 1 - v_b) / (v - v_b) = lag / (lag + 1). A token of lag 0 was sampled by the
+    proximal policy itself.
+
+    Args:
+        logprobs_N: Of the weights being trained.
+        behaviour_N: The sampler's.
+        lag_N: v - 1 - v_b of the version that sampled each token.
+    """
+    lag_N = lag_N.to(logprobs_N.dtype)
+    alpha_N = lag_N / (lag_N + 1)
+    return (behaviour_N + alpha_N * (logprobs_N.detach() - behaviour_N)).detach()

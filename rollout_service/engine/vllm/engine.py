@@ -27,8 +27,8 @@ from asyncrl.core.errors import EngineError
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.staleness import UNLOADED, PolicyVersion, Span
 from rollout_service.engine.protocol import Completion, EngineDied, Interrupted, Sampling
-from rollout_service.engine.vllm.core import forkserver
-from rollout_service.engine.vllm.core.log import CoreLog
+from rollout_service.engine.vllm.core import process
+from rollout_service.engine.vllm.core.process import CoreLog
 from rollout_service.engine.vllm.environment import prepare_environment
 from rollout_service.engine.vllm.features import check_features
 from rollout_service.engine.vllm.objects import AsyncLLM, TokenPrompt
@@ -124,11 +124,11 @@ class VllmEngine:
                 modules that a swap would leave with state of older weights.
         """
         prepare_environment(has_gpu=self._settings.num_gpus > 0)
-        with forkserver.without_collections():
+        with process.without_collections():
             _check_plugin()
             check_features()
         if not self._settings.num_gpus:
-            forkserver.start_forkserver()
+            process.start_forkserver()
         before = set(_children())
         try:
             self._llm = _start_async_llm(self._settings)
@@ -329,7 +329,7 @@ def _start_async_llm(settings: VllmSettings) -> AsyncLLM:
 
     fault_point("rollout.engine")
 
-    start_core = contextlib.nullcontext() if settings.num_gpus else forkserver.forked_cores()
+    start_core = contextlib.nullcontext() if settings.num_gpus else process.forked_cores()
     with start_core:
         arguments = AsyncEngineArgs(**_engine_arguments(settings))
         client: AsyncLLM = vllm_client.AsyncLLM.from_engine_args(arguments)

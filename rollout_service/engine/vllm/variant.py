@@ -15,7 +15,7 @@ class VllmVariant(EngineVariant):
     """vLLM."""
 
     def prepare(self, config: Config) -> None:
-        from rollout_service.engine.vllm.core.forkserver import start_forkserver
+        from rollout_service.engine.vllm.core.process import start_forkserver
         from rollout_service.engine.vllm.environment import prepare_environment
 
         prepare_environment(has_gpu=config.rollout.gpus > 0)

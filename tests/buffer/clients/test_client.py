@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from asyncrl.buffer.client import FETCHED_AT_ONCE, LearnerClient, ReplicaClient
+from asyncrl.buffer.client import FETCHED_AT_ONCE, LearnerClient, ReplicaClient, read_fetched, split_frames
 from asyncrl.buffer.messages import Fetched
-from asyncrl.buffer.payloads import read_fetched, split_frames
 from asyncrl.buffer.service import BufferService, RequestHandler
 from asyncrl.core.errors import FencedError, LedgerError, WireError
 from asyncrl.core.experience import encode_group

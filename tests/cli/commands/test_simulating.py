@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.cli.reports.prediction import Asked, count_learner_units, print_comparison, read_rates
+from asyncrl.cli.reports.prediction import HUB_SIZES, Asked, count_learner_units, print_comparison, read_rates
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.core.config.load import dump_resolved, load_config
-from asyncrl.core.config.models.hub_sizes import HUB_SIZES
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.planner.rates import Rates

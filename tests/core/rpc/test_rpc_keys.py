@@ -17,8 +17,8 @@ import pytest
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, NotAllowed
 from asyncrl.core.rpc import AsyncClient, Client, Request, Server
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
-from asyncrl.core.sockets.gate import ENDPOINT
 from asyncrl.core.sockets.keys import ClientKeys, RunKeys, make_run_keys, read_client_keys, write_client_keys
+from asyncrl.core.sockets.listener import ENDPOINT
 
 SOON_S = 0.4
 """Long for a connection on loopback, which takes about 5 ms: for calls that nobody answers."""

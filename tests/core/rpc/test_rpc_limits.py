@@ -19,10 +19,9 @@ import pytest
 
 from asyncrl.core.errors import DeadlineExceeded, WireError
 from asyncrl.core.rpc import Client, Limits, Request, Server
-from asyncrl.core.rpc.delays import MAX_CALLERS, WINDOW_S, Delays
 from asyncrl.core.rpc.memory import MemoryGuard, resident_bytes
 from asyncrl.core.rpc.request import MAX_ERROR_CHARACTERS, read_request
-from asyncrl.core.rpc.server import MAX_TURN_OF_CALLER
+from asyncrl.core.rpc.server import MAX_CALLERS, MAX_TURN_OF_CALLER, WINDOW_S, Delays
 from asyncrl.core.runtime.interface import Arrival
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.core.sockets.keys import Role

@@ -23,9 +23,9 @@ from learner.algorithms.diagnostics.divergence import importance_metrics, off_po
 from learner.algorithms.kl import KINDS, AdaptiveKl, FixedKl, kl_penalty, measure_penalty
 from learner.algorithms.losses import POLICY_LOSSES, LossInput
 from learner.algorithms.losses.clipped import keep_second_moment
+from learner.algorithms.losses.terms import value_loss
 from learner.algorithms.presets import OPTIONS
 from learner.algorithms.rows import Rows, padded_rows, whiten
-from learner.algorithms.value import value_loss
 
 SEEDS = st.integers(0, 2**31 - 1)
 

@@ -12,8 +12,7 @@ from asyncrl.buffer.ledger.events import Checkpointed, Resumed
 from asyncrl.core.config.tree import AdaptiveKlSection, KlSection
 from learner.algorithms.kl import AdaptiveKl
 from learner.backend import Models
-from learner.guard.memory import GuardedModel
-from learner.guard.models import GuardedModels
+from learner.guard.memory import GuardedModel, GuardedModels
 from learner.megatron.value import MegatronValueBackend
 from tests.learner.guard.guarded_run import NUM_STEPS, Faults, running
 from tests.learner.parts.samples import make_groups

@@ -12,7 +12,7 @@ import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout_service.engine.protocol import EngineDied
-from rollout_service.engine.vllm.core.log import CoreLog, find_last_exception
+from rollout_service.engine.vllm.core.process import CoreLog, find_last_exception
 from rollout_service.engine.vllm.engine import VllmEngine
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
 from tests.rollout.replica.flight_parts import settings_for

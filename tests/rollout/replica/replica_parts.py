@@ -26,8 +26,8 @@ from rollout_service.data.sources import load_prompts, load_sources
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.scripted.engine import ScriptedEngine
 from rollout_service.evaluation.wiring import make_evaluator
-from rollout_service.parts import ReplicaParts, ReplicaSettings
-from rollout_service.replica import Replica
+from rollout_service.replica.parts import ReplicaParts, ReplicaSettings
+from rollout_service.replica.service import Replica
 from rollout_service.rewards.score import Reward
 from rollout_service.rewards.shaping import Overlong
 from rollout_service.sampling.episode import SingleTurn

@@ -28,8 +28,8 @@ from rollout_service.data.sources import load_prompts
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.protocol import Completion, Interrupted, Sampling
 from rollout_service.engine.scripted.engine import ScriptedEngine, scripted_logprob
-from rollout_service.parts import ReplicaParts, ReplicaSettings
-from rollout_service.replica import Replica
+from rollout_service.replica.parts import ReplicaParts, ReplicaSettings
+from rollout_service.replica.service import Replica
 from rollout_service.rewards.score import Answer, Score
 from rollout_service.sampling import carry
 from rollout_service.sampling.episode import SingleTurn

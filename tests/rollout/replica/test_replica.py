@@ -160,7 +160,7 @@ def test_an_evaluation_that_meets_a_failed_load_waits_for_one_that_works(stage: 
     stage.receiver.offer(second, 0)
     wait_for(lambda: not stage.engine.is_loaded, "a load")
     stage.learner.request_evaluation(0)
-    wait_for(lambda: stage.replica._weights_lock._waiters, "the order, while the load runs")
+    wait_for(lambda: stage.replica._work.swaps.lock._waiters, "the order, while the load runs")
     goes_on.set()
     wait_for(lambda: stage.census().evaluations, "the evaluation")
     assert stage.receiver.reports[1:] == [(second, False), (second, True)]
@@ -173,8 +173,8 @@ def test_a_group_that_no_agent_opened_goes_back_and_counts_as_no_attempt(stage: 
         raise NobodyCame("nobody came")
 
     wait_for(lambda: stage.state() == "SYNCING", "SYNCING")
-    assert stage.replica._parts is not None
-    runner, count = stage.replica._parts.runner, stage.replica.status
+    assert stage.replica.parts is not None
+    runner, count = stage.replica.parts.runner, stage.replica.status
     run, runner.run = runner.run, wait_for_agents  # type: ignore[method-assign]
     stage.serve_first_version()
     wait_for(lambda: count().counters.get("groups_unopened", 0) > 20, "many groups without agents")

@@ -21,14 +21,18 @@ from asyncrl.core.service_command import Drain, Pause
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.protocol import EngineDied, Interrupted, Sampling
 from rollout_service.engine.scripted.engine import ScriptedEngine
-from rollout_service.parts import ReplicaSettings
-from rollout_service.replica import Replica
-from rollout_service.states import State
+from rollout_service.replica.groups import GroupTasks
+from rollout_service.replica.leases import Evaluations
+from rollout_service.replica.lifecycle import Lifecycle
+from rollout_service.replica.parts import ReplicaSettings
+from rollout_service.replica.service import Replica
+from rollout_service.replica.states import State
 from rollout_service.tasks.digit_sort.vocabulary import EOS
 from tests.buffer.parts import make_group
 from tests.rollout.replica.replica_parts import Stage, open_stage, wait_for
 from tests.rollout.replica.test_replica import DIGIT_SORT
 
+SETTINGS = ReplicaSettings(4, 60.0, 0.0)
 GRANT = LeaseGrant(3, 1, 0, 0, 0, 7, 60.0)
 
 
@@ -45,8 +49,8 @@ async def build_nothing() -> Any:
 @pytest.fixture
 def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
     """One that does not run."""
-    monkeypatch.setattr("rollout_service.replica.rules.RETRY_PAUSE_S", 0.0)
-    return Replica(ThreadRuntime(), "rollout.0", ReplicaSettings(4, 60.0, 0.0), build_nothing)
+    monkeypatch.setattr("asyncrl.buffer.rules.replica.RETRY_PAUSE_S", 0.0)
+    return Replica(ThreadRuntime(), "rollout.0", SETTINGS, build_nothing)
 
 
 def refusing(error: Exception) -> Any:
@@ -60,8 +64,14 @@ def refusing(error: Exception) -> Any:
     return SimpleNamespace(buffer=buffer, engine=SimpleNamespace(interrupt=refuse))
 
 
-def counters(replica: Replica) -> dict[str, int]:
-    return dict(replica.status().counters)
+@pytest.fixture
+def lifecycle(monkeypatch: pytest.MonkeyPatch) -> Lifecycle:
+    monkeypatch.setattr("asyncrl.buffer.rules.replica.RETRY_PAUSE_S", 0.0)
+    return Lifecycle("rollout.0")
+
+
+def groups_of(parts: Any, lifecycle: Lifecycle) -> GroupTasks:
+    return GroupTasks(parts, SETTINGS, lifecycle, asyncio.TaskGroup())
 
 
 def test_a_command_of_another_service_is_refused(replica: Replica) -> None:
@@ -75,8 +85,8 @@ def test_a_bug_ends_the_replica_as_what_it_is(replica: Replica) -> None:
 
 
 def test_a_replica_that_drains_goes_back_to_no_other_state(replica: Replica) -> None:
-    replica._move(State.DRAINING)
-    replica._move(State.READY)
+    replica._lifecycle.move(State.DRAINING)
+    replica._lifecycle.move(State.READY)
     assert replica.status().state == "DRAINING"
 
 
@@ -98,18 +108,19 @@ def test_an_engine_that_dies_in_an_evaluation_ends_the_replica(stage: Stage, err
     async def die(*_: Any) -> Any:
         raise error
 
-    wait_for(lambda: stage.replica._parts is not None, "its parts")
-    stage.replica._parts.evaluator.run = die  # type: ignore[union-attr, method-assign]
+    wait_for(lambda: stage.replica.parts is not None, "its parts")
+    stage.replica.parts.evaluator.run = die  # type: ignore[union-attr, method-assign]
     stage.serve_first_version()
     stage.learner.request_evaluation(0)
     wait_for(lambda: stage.failures, "the end of the replica")
     assert "the core is gone" in str(stage.failures[0])
 
 
-def test_an_evaluation_without_prompts_is_an_error_of_the_data(replica: Replica) -> None:
+def test_an_evaluation_without_prompts_is_an_error_of_the_data() -> None:
     parts: Any = SimpleNamespace(evaluator=None)
+    evaluations = Evaluations(parts, Lifecycle("rollout.0"), asyncio.Lock())
     with pytest.raises(DataError, match=r"data\.eval names no prompts"):
-        asyncio.run(replica._evaluate(parts, EvaluationOrder(1, 0, 0, 1), 1))
+        asyncio.run(evaluations.run(EvaluationOrder(1, 0, 0, 1), 1))
 
 
 class StrictClient(ReplicaClient):
@@ -135,34 +146,36 @@ def test_a_buffer_that_never_answers_ends_the_start(replica: Replica) -> None:
         asyncio.run(replica._introduce(refusing(DeadlineExceeded("no answer"))))
 
 
-def test_carried_work_that_cannot_be_had_or_does_not_fit_is_begun_anew(replica: Replica) -> None:
+def test_carried_work_that_cannot_be_had_or_does_not_fit_is_begun_anew(lifecycle: Lifecycle) -> None:
     async def bring_nothing(*_: Any) -> None:
         return None
 
     parts = refusing(LedgerError("no such ticket"))
-    assert asyncio.run(replica._fetch_carry(parts, GRANT)) is None
-    assert counters(replica) == {"carries_unread": 1}
+    groups = groups_of(parts, lifecycle)
+    assert asyncio.run(groups._fetch_carry(GRANT)) is None
+    assert lifecycle.counters == {"carries_unread": 1}
     parts.buffer.fetch_carry = bring_nothing
-    assert asyncio.run(replica._fetch_carry(parts, GRANT)) is None
-    assert counters(replica) == {"carries_unread": 1, "carries_unfit": 1}
+    assert asyncio.run(groups._fetch_carry(GRANT)) is None
+    assert lifecycle.counters == {"carries_unread": 1, "carries_unfit": 1}
 
 
-def test_what_the_buffer_does_not_take_back_is_left_to_the_farewell(replica: Replica) -> None:
-    parts, group = refusing(LedgerError("late")), make_group(3)
-    replica._groups[3, 1] = None  # type: ignore[assignment]
-    asyncio.run(replica._carry_group(parts, group))
-    assert (counters(replica), list(replica._groups)) == ({"carry_errors": 1}, [(3, 1)])
+def test_what_the_buffer_does_not_take_back_is_left_to_the_farewell(lifecycle: Lifecycle) -> None:
+    groups = groups_of(refusing(LedgerError("late")), lifecycle)
+    groups._in_flight[3, 1] = None  # type: ignore[assignment]
+    asyncio.run(groups._carry(make_group(3)))
+    assert (lifecycle.counters, groups.keys) == ({"carry_errors": 1}, [(3, 1)])
 
 
-def test_a_failure_that_cannot_be_told_is_counted(replica: Replica) -> None:
+def test_a_failure_that_cannot_be_told_is_counted(lifecycle: Lifecycle) -> None:
     error = EngineError("the decoder prompt cannot be empty")
-    asyncio.run(replica._fail_group(refusing(LedgerError("late")), GRANT, error))
-    assert counters(replica) == {"groups_failed": 1, "fail_errors": 1}
+    asyncio.run(groups_of(refusing(LedgerError("late")), lifecycle)._fail(GRANT, error))
+    assert lifecycle.counters == {"groups_failed": 1, "fail_errors": 1}
 
 
-def test_requests_that_cannot_be_interrupted_are_not_waited_for(replica: Replica) -> None:
-    assert not asyncio.run(replica._interrupt(refusing(EngineError("the core does not answer")), 1.0))
-    assert counters(replica) == {"interrupt_errors": 1}
+def test_requests_that_cannot_be_interrupted_are_not_waited_for(lifecycle: Lifecycle) -> None:
+    groups = groups_of(refusing(EngineError("the core does not answer")), lifecycle)
+    assert not asyncio.run(groups._interrupt(1.0))
+    assert lifecycle.counters == {"interrupt_errors": 1}
 
 
 def test_a_request_that_comes_behind_the_interruption_is_not_begun() -> None:
@@ -199,8 +212,8 @@ class NotingPart:
 
 def test_gateway_and_reward_end_with_their_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gateway, reward = NotingPart(), NotingPart()
-    monkeypatch.setattr("rollout_service.replica.with_parts", lambda told, parts: told)
-    monkeypatch.setattr("rollout_service.replica.obstacles_of", lambda parts, is_ready: ())
+    monkeypatch.setattr("rollout_service.replica.service.with_parts", lambda told, parts: told)
+    monkeypatch.setattr("rollout_service.replica.service.obstacles_of", lambda parts, is_ready: ())
     with open_stage(tmp_path, DIGIT_SORT, gateway=gateway, reward=reward) as stage:
         stage.serve_first_version()
         stage.replica.command(Drain())

@@ -30,7 +30,6 @@ ENGINE = "beside an engine, a gateway or a reward, which tests in virtual time p
 ALLOWED = {
     "asyncrl/core/runtime/clock.py": RUNTIME,
     "asyncrl/core/sockets/frames.py": RUNTIME,
-    "asyncrl/core/sockets/gate.py": RUNTIME,
     "asyncrl/core/sockets/line.py": RUNTIME,
     "asyncrl/core/sockets/listener.py": RUNTIME,
     "asyncrl/core/sockets/options.py": RUNTIME,

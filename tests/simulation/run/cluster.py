@@ -25,8 +25,8 @@ from rollout_service.data.prompts import TokenizedPrompt
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.protocol import Sampling
 from rollout_service.evaluation.evaluator import EvaluationSettings, Evaluator
-from rollout_service.parts import ReplicaParts, ReplicaSettings
-from rollout_service.replica import Replica
+from rollout_service.replica.parts import ReplicaParts, ReplicaSettings
+from rollout_service.replica.service import Replica
 from rollout_service.sampling.episode import EpisodeRunner, SingleTurn
 from rollout_service.sampling.groups import GroupRunner, GroupSettings
 from rollout_service.tasks.digit_sort.vocabulary import EOS

@@ -19,9 +19,9 @@ from asyncrl.core.errors import AsyncrlError, EngineError
 from asyncrl.core.staleness import UNLOADED
 from learner.checkpoint.store import CheckpointStore
 from learner.leader import Leader
-from rollout_service.parts import ReplicaParts
-from rollout_service.replica import STAGED_WAIT_S, Replica
-from rollout_service.states import State as ReplicaState
+from rollout_service.replica.leases import Evaluations
+from rollout_service.replica.states import State as ReplicaState
+from rollout_service.replica.weights import STAGED_WAIT_S, WeightSwaps
 from tests.simulation.mutation import Mutant, Patch, always
 
 
@@ -73,47 +73,46 @@ def _finish_at_any_version(
     return _FINISH(self, number, served, tallies, part)
 
 
-async def _answer_as_asked(
-    self: Replica, parts: ReplicaParts, order: EvaluationOrder, asked_number: int
-) -> None:
+async def _answer_as_asked(self: Evaluations, order: EvaluationOrder, asked_number: int) -> None:
     """Hold what was served when the order was asked for."""
+    parts, lifecycle = self._parts, self._lifecycle
     assert parts.evaluator is not None
-    async with self._weights_lock:
-        self._move(ReplicaState.PINNED)
+    async with self._lock:
+        lifecycle.move(ReplicaState.PINNED)
         try:
             await parts.weights.pin()
             more: EvaluationOrder | None = order
             while more is not None:
-                more = await self._answer_part(parts, parts.evaluator, more, asked_number)
-            await self._repeat(parts.weights.unpin)
+                more = await self._answer(parts.evaluator, more, asked_number)
+            await lifecycle.repeat(parts.weights.unpin)
         except AsyncrlError as error:
             parts.buffer.forget_evaluation()
-            await self._note("evaluation_errors", error)
-        self._move(ReplicaState.READY)
+            await lifecycle.note("evaluation_errors", error)
+        lifecycle.move(ReplicaState.READY)
 
 
-async def _swap_at_any_time(self: Replica, parts: ReplicaParts) -> None:
+async def _swap_at_any_time(self: WeightSwaps) -> None:
     """Swap without regard to an evaluation under way."""
-    engine, weights = parts.engine, parts.weights
+    engine, weights = self._parts.engine, self._parts.weights
     while True:
         try:
             loaded_number = engine.serving.number if engine.is_loaded else UNLOADED
             staged = await weights.next_staged(loaded_number, STAGED_WAIT_S)
-            self._changed.set()
+            self._lifecycle.note_change()
             if staged is not None:
-                await self._swap(parts, staged)
+                await self._swap(staged)
         except AsyncrlError as error:
-            await self._note("sync_errors", error)
+            await self._lifecycle.note("sync_errors", error)
 
 
-async def _report_any_load(self: Replica, parts: ReplicaParts, staged: Any) -> None:
+async def _report_any_load(self: WeightSwaps, staged: Any) -> None:
     """Report a load as made, however it ended."""
     try:
-        await parts.engine.swap(staged)
-        self._move(ReplicaState.READY)
+        await self._parts.engine.swap(staged)
+        self._lifecycle.move(ReplicaState.READY)
     except EngineError:
         pass
-    await parts.weights.report_loaded(staged.version.number, ok=True)
+    await self._parts.weights.report_loaded(staged.version.number, ok=True)
 
 
 async def _lease_lost(
@@ -204,20 +203,20 @@ MUTANTS = (
         "evaluated",
         (
             Patch(EvaluationOrders, "finish", _finish_at_any_version),
-            Patch(Replica, "_evaluate", _answer_as_asked),
+            Patch(Evaluations, "run", _answer_as_asked),
         ),
     ),
     Mutant(
         "pinned_answers",
         "a replica answers for what it serves, not for what it served when it asked",
         "evaluated",
-        (Patch(Replica, "_evaluate", _answer_as_asked),),
+        (Patch(Evaluations, "run", _answer_as_asked),),
     ),
     Mutant(
         "swaps_wait",
         "a swap waits for an evaluation, and a receiver is pinned meanwhile (both guards)",
         "evaluated",
-        (Patch(Replica, "_sync_loop", _swap_at_any_time),),
+        (Patch(WeightSwaps, "run", _swap_at_any_time),),
     ),
     Mutant(
         "parts_given_again",
@@ -229,7 +228,7 @@ MUTANTS = (
         "failed_loads_told",
         "a load that failed is reported as such",
         "refusing",
-        (Patch(Replica, "_swap", _report_any_load),),
+        (Patch(WeightSwaps, "_swap", _report_any_load),),
     ),
     Mutant(
         "grants_lost",

@@ -18,8 +18,8 @@ from asyncrl.core.service import Service
 from asyncrl.core.service_command import Drain
 from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.metered import MeteredEngine
-from rollout_service.parts import ReplicaParts, ReplicaSettings
-from rollout_service.replica import Replica
+from rollout_service.replica.parts import ReplicaParts, ReplicaSettings
+from rollout_service.replica.service import Replica
 from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.runtime import SimRuntime
 from tests.simulation.kernel.world import Process, World

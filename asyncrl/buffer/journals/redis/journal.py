@@ -14,9 +14,8 @@ holds every payload.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -27,27 +26,22 @@ from asyncrl.buffer.journals.journal import (
     pack_snapshot,
     pack_turn,
 )
-from asyncrl.buffer.journals.payload_index import PayloadIndex
-from asyncrl.buffer.journals.records import make_record, read_frames
+from asyncrl.buffer.journals.records import read_frames
+from asyncrl.buffer.journals.redis.health import RedisHealth, check_settings, read_eviction
 from asyncrl.buffer.journals.redis.link import Argument, LinkDown, RedisLink, Refusal, explain_refusal
 from asyncrl.buffer.journals.redis.past import FORMAT, keys_of, read_past, refuse_newer
-from asyncrl.buffer.journals.redis.settings import HINT, check_settings, read_eviction
+from asyncrl.buffer.journals.redis.payloads import RedisPayloads
 from asyncrl.buffer.ledger.events import Event
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, FencedError, ServiceFailed
-from asyncrl.core.obstacle import Cause, Obstacle, Tell, tell_nobody
+from asyncrl.core.obstacle import Obstacle, Tell, tell_nobody
 from asyncrl.core.runtime.faults import fault_point, is_wanted
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.service_status import RedisJournalStatus
 from asyncrl.core.wire import Frame
 
-log = logging.getLogger(__name__)
-
-BACKOFF_S = (0.05, 2.0)
-"""The first wait for a Redis that is away, and the longest; each is twice the one before."""
 READ_DEADLINE_S = 20.0
-LOOK_EVERY_S, DELETE_EVERY_S = 1.0, 0.05
-LOSSES_TOLD = 8  # the newest
+LOOK_EVERY_S = 1.0
 _RIGHTS_HINT = "The user needs ~asyncrl:* +@read +@write +@transaction +@connection; docs/journals.md"
 
 
@@ -79,8 +73,8 @@ class RedisJournal:
         self.need = Need.NOTHING
         self._url = url
         self._on_close = on_close
-        self._tell = tell
         self._runtime = runtime or ThreadRuntime()
+        self._health = RedisHealth(self._runtime, self.counters, tell)
         self._events_per_snapshot = events_per_snapshot
         self._keys = keys_of(run)
         self._watched = (self._keys["owner"], self._keys["turn"])
@@ -88,19 +82,8 @@ class RedisJournal:
         self._sent_turn = 0
         self._num_new_events = 0
         self._backlog: list[tuple[int, bytes, str, str]] = []
-        self._unwritten: dict[str, bytes] = {}
-        self._sent: set[str] = set()
-        self._refusal = ""
-        self._deletions: list[str] = []
-        self._index = PayloadIndex()
-        self._away_since: float | None = None
-        self._away_reason = ""
-        self._reasons_logged: set[str] = set()
-        self._eviction = ""
-        self._losses: deque[str] = deque(maxlen=LOSSES_TOLD)
-        self._backoff_s = BACKOFF_S[0]
-        self._next_try = 0.0
-        self._next_look = self._delete_at = -math.inf
+        self._payloads = RedisPayloads(self._keys["payloads"])
+        self._next_look = -math.inf
         self._look = ("MGET", self._keys["owner"], self._keys["turn"])
         self._link, self._owner = self._take_over(connect_deadline_s)
 
@@ -115,7 +98,7 @@ class RedisJournal:
                 self._shows_settings = check_settings(link, self.counters)
                 owner = self._become_owner(link)
                 if owner is not None:
-                    self._note_back()
+                    self._health.note_back(link.label)
                     return link, owner
             except Refusal as error:
                 raise ConfigError(f"Redis at {link.label} refuses: {error}", hint=_RIGHTS_HINT) from None
@@ -128,8 +111,7 @@ class RedisJournal:
                         f"Redis at {link.label} cannot be reached within {deadline_s:g} s: {error}",
                         hint="Start it, or check buffer.url",
                     ) from None
-                self._link = link
-                self._note_away(error)
+                self._health.note_away(link.label, error)
             self._runtime.sleep(0.05)
 
     def _become_owner(self, link: RedisLink) -> bytes | None:
@@ -160,45 +142,22 @@ class RedisJournal:
         events = [event for turn in past.turns for event in turn.events]
         self._turn = self._sent_turn = past.last_turn
         self._num_new_events = len(events)
-        self._index = PayloadIndex(self._ask("HKEYS", self._keys["payloads"]))
-        self._deletions.extend(self._index.take_outdated())
+        self._payloads.begin(self._ask("HKEYS", self._keys["payloads"]))
         return Recovery(past.values, events)
 
     # Payloads
 
     def append(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> None:
         """Send a payload ahead; `commit` reads Redis' answer."""
-        name = self._index.add(ticket, attempt, _rank(self._owner))
-        self._deletions.extend(self._index.take_outdated())
-        if name in self._deletions:
-            self._deletions.remove(name)
-        self._unwritten[name] = make_record(ticket, attempt, frames)
-        self._sent.discard(name)
+        name = self._payloads.add(ticket, attempt, _rank(self._owner), frames)
         if self._link.is_up:
             try:
-                self._send_payload(name, ticket)
+                self._payloads.send(self._link, name, ticket)
             except LinkDown as error:
                 self._note_away(error)
 
-    def _send_payload(self, name: str, ticket: int | None = None) -> None:
-        record = self._unwritten[name]
-        command = ("HSET", self._keys["payloads"], name, record)
-
-        def on_reply(reply: object) -> None:
-            self._sent.discard(name)
-            if isinstance(reply, Refusal):
-                self._refusal = str(reply)
-            elif self._unwritten.get(name) is record:
-                del self._unwritten[name]
-
-        if is_wanted("buffer.appending", ticket):
-            self._link.send_half([command])
-            fault_point("buffer.appending", ticket)
-        self._sent.add(name)
-        self._link.send(*command, on_reply=on_reply)
-
     def holds(self, ticket: int, attempt: int) -> bool:
-        return self._index.find(ticket, attempt) is not None
+        return self._payloads.index.find(ticket, attempt) is not None
 
     def read(self, ticket: int, attempt: int) -> list[bytes] | None:
         """Return a payload, None if it is not there or damaged.
@@ -206,14 +165,14 @@ class RedisJournal:
         Raises:
             DeadlineExceeded: Redis was away for too long.
         """
-        name = self._index.find(ticket, attempt)
+        name = self._payloads.index.find(ticket, attempt)
         if name is None:
             return None
-        record = self._unwritten.get(name) or self._ask("HGET", self._keys["payloads"], name)
+        record = self._payloads.unwritten(name) or self._ask("HGET", self._keys["payloads"], name)
         frames = None if record is None else read_frames(record, ticket, attempt)
         if frames is None:
             self.counters["damaged_payloads"] += 1
-            self._delete([self._index.remove_attempt(ticket, attempt)])
+            self._delete([self._payloads.index.remove_attempt(ticket, attempt)])
         return frames
 
     def _ask(self, *command: Argument) -> Any:
@@ -227,22 +186,19 @@ class RedisJournal:
                 self._note_away(error)
             if self._runtime.now() > end:
                 raise DeadlineExceeded(f"Redis at {self._link.label} was away for {READ_DEADLINE_S:g} s")
-            self._runtime.sleep(self._backoff_s)
+            self._runtime.sleep(self._health.backoff_s)
 
     def release(self, ticket: int) -> None:
-        self._delete(self._index.remove(ticket))
+        self._delete(self._payloads.index.remove(ticket))
 
     def is_recent(self, ticket: int) -> bool:
         return True  # each payload is a key of its own
 
     def _delete(self, names: Sequence[str]) -> None:
-        self._delete_at = self._delete_at if self._deletions else self._runtime.now() + DELETE_EVERY_S
-        for name in names:
-            self._unwritten.pop(name, None)
-        self._deletions.extend(names)
+        self._payloads.delete(names, self._runtime.now())
 
     def keep_only(self, tickets: Collection[int]) -> None:
-        for ticket in [ticket for ticket in self._index.tickets() if ticket not in tickets]:
+        for ticket in [ticket for ticket in self._payloads.index.tickets() if ticket not in tickets]:
             self.release(ticket)
 
     # Turns
@@ -254,21 +210,21 @@ class RedisJournal:
             self._num_new_events += len(events)
             if self.need is Need.NOTHING and self._num_new_events >= self._events_per_snapshot:
                 self.need = Need.SNAPSHOT
-        is_idle = self._link.is_up and not self._backlog and not self._unwritten
+        is_idle = self._link.is_up and not self._backlog and self._payloads.are_written
         return is_idle or self._work(self._write_turns)
 
     def wake_at(self) -> float:
-        if self._away_since is not None:
-            return self._next_try
-        if self._backlog or self._unwritten or self.need is Need.ALL or not self._link.is_up:
+        if self._health.is_away:
+            return self._health.next_try
+        if self._backlog or not self._payloads.are_written or self.need is Need.ALL or not self._link.is_up:
             return -math.inf
-        return min(self._delete_at, self._next_look) if self._deletions else self._next_look
+        return min(self._payloads.delete_at, self._next_look) if self._payloads.deletions else self._next_look
 
     def listen(self, call: Callable[[], None]) -> None: ...
 
     def tick(self, now: float) -> None:
         """Delete what was released; see whether Redis is away, back, wiped or taken over."""
-        if self._deletions or not self._link.is_up:
+        if self._payloads.deletions or not self._link.is_up:
             self._work(self._write_turns)
         elif self._runtime.now() >= self._next_look:
             self._next_look = self._runtime.now() + LOOK_EVERY_S
@@ -278,7 +234,7 @@ class RedisJournal:
         self._url()
         self._judge(self._link.call(*self._look))
         if self._shows_settings:
-            self._eviction = read_eviction(self._link)
+            self._health.eviction = read_eviction(self._link)
 
     def write_snapshot(self, values: Mapping[str, object]) -> None:
         def write() -> None:
@@ -289,9 +245,7 @@ class RedisJournal:
 
     def survey(self) -> bool:
         def look() -> None:
-            self._unwritten.clear()
-            self._index = PayloadIndex(self._link.call("HKEYS", self._keys["payloads"]))
-            self._deletions = self._index.take_outdated()
+            self._payloads.begin(self._link.call("HKEYS", self._keys["payloads"]))
 
         return self._work(look, is_anew=True)
 
@@ -308,7 +262,7 @@ class RedisJournal:
 
     def _work(self, work: Callable[[], None], is_anew: bool = False) -> bool:
         """Do something with Redis; return False, and try later, if it is away or refuses."""
-        if self._away_since is not None and self._runtime.now() < self._next_try:
+        if not self._health.may_try:
             return False
         try:
             self._reconnect()
@@ -320,14 +274,13 @@ class RedisJournal:
         except (*LinkDown, _Refused, ServiceFailed) as error:
             self._note_away(error)
             return False
-        self._note_back()
+        self._health.note_back(self._link.label)
         return True
 
     def _write_turns(self) -> None:
         """Send what is not written yet, in one transaction behind the payloads, and read the answers."""
-        for name in [name for name in self._unwritten if name not in self._sent]:
-            self._send_payload(name)
-        turns, deletions = self._backlog, self._deletions
+        self._payloads.send_rest(self._link)
+        turns, deletions = self._backlog, self._payloads.deletions
         number = turns[-1][0] if turns else self._turn
         commands: list[tuple[Argument, ...]] = [
             ("XADD", self._keys["turns"], f"{row}-0", "data", data, "digest", digest, "at", at)
@@ -336,16 +289,17 @@ class RedisJournal:
         if deletions:
             commands.append(("HDEL", self._keys["payloads"], *deletions))
         self._run_transaction(number, commands)
-        self._backlog, self._deletions = [], []
-        if self._unwritten:  # its events are there, but nobody is answered before it is
-            raise _Refused(self._refusal)
+        self._backlog, self._payloads.deletions = [], []
+        self._refuse_unwritten()  # its events are there, but nobody is answered before the payload is
 
     def _write_payloads(self) -> None:
-        for name in [name for name in self._unwritten if name not in self._sent]:
-            self._send_payload(name)
+        self._payloads.send_rest(self._link)
         self._link.receive()
-        if self._unwritten:
-            raise _Refused(self._refusal)
+        self._refuse_unwritten()
+
+    def _refuse_unwritten(self) -> None:
+        if not self._payloads.are_written:
+            raise _Refused(self._payloads.refusal)
 
     def _write_state(
         self, values: Mapping[str, object], turn: int, commands: list[tuple[Argument, ...]]
@@ -402,12 +356,12 @@ class RedisJournal:
         """
         if self._link.is_up:
             return
-        self._sent.clear()
+        self._payloads.forget_sent()
         self._link = RedisLink(self._url())
         self._link.connect()
         self._link.send("WATCH", *self._watched)
         self._judge(self._link.call(*self._look))
-        self._note_back()
+        self._health.note_back(self._link.label)
 
     def _judge(self, state: Sequence[bytes | None]) -> None:
         """Compare Redis' owner and last turn with ours."""
@@ -427,56 +381,23 @@ class RedisJournal:
             self._note_wiped(f"it stands after turn {turn}, {self._turn} were acknowledged")
 
     def _note_wiped(self, why: str) -> None:
-        self.counters["redis_wiped"] += 1
         self.need = Need.ALL
-        loss = (
-            f"Redis at {self._link.label} lost acknowledged data ({why}): the ledger and the payloads in "
-            "memory are written again, groups whose payload is lost are generated again"
-        )
-        self._losses.append(loss)
-        log.error("%s", loss)
+        self._health.note_loss(self._link.label, why)
 
     def _note_away(self, error: Exception) -> None:
-        now = self._runtime.now()
-        explained = explain_refusal(self._link.label, error)
-        self._away_reason = explained.message if explained else str(error) or type(error).__name__
-        if self._away_since is None:
-            self._away_since = now
-            self.counters["redis_away"] += 1
-            self._reasons_logged.clear()
-        if self._away_reason not in self._reasons_logged:  # the first is often only that the link broke
-            self._reasons_logged.add(self._away_reason)
-            log.warning(
-                "Redis at %s is away (%s): the buffer waits for it", self._link.label, self._away_reason
-            )
-        self._next_try = now + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
-        self._tell(self.obstacles())
-
-    def _note_back(self) -> None:
-        self._backoff_s = BACKOFF_S[0]
-        if self._away_since is not None:
-            away_s = self._runtime.now() - self._away_since
-            log.warning("Redis at %s is back after %.1f s", self._link.label, away_s)
-            self._away_since = None
-            self._tell([])
+        self._health.note_away(self._link.label, error)
 
     def status(self) -> RedisJournalStatus:
         return RedisJournalStatus(
-            is_away=self._away_since is not None,
+            is_away=self._health.is_away,
             redis=self._link.label,
             backlog=len(self._backlog),
             wiped=self.counters["redis_wiped"],
-            losses=tuple(self._losses),
+            losses=tuple(self._health.losses),
         )
 
     def obstacles(self) -> list[Obstacle]:
-        where = f"Redis at {self._link.label}"
-        if self._away_since is not None:
-            what = f"{where} is away, and what is not journalled is not done: {self._away_reason}"
-            return [Obstacle("", Cause.JOURNAL_AWAY, what)]
-        what = f"{where} evicts keys when it is full ({self._eviction}), the journal's too. {HINT}"
-        return [Obstacle("", Cause.JOURNAL_EVICTS, what)] if self._eviction else []
+        return self._health.obstacles(self._link.label)
 
     def close(self) -> None:
         self._link.close()

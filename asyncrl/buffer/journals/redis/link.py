@@ -2,17 +2,20 @@
 
 Owns the socket and the order of what is expected on it. It never retries: after an error the link is
 down, and only its owner knows what to send again. Invariant: every reply goes to the handler that was
-given with its command. The password stands in no message.
+given with its command. The password stands in no message, and reaches no other user who listens where a
+private Redis did a moment ago.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 import redis
@@ -20,7 +23,6 @@ from redis.backoff import NoBackoff
 from redis.connection import parse_url
 from redis.retry import Retry
 
-from asyncrl.buffer.journals.redis.peer import Listener, find_own_listener
 from asyncrl.core.errors import ConfigError
 
 Argument = bytes | str
@@ -33,6 +35,19 @@ OWN = "own"
 """Marks the URL of a server on this machine that this user has started."""
 _HOST_MISMATCH = (62, 64)
 """OpenSSL's codes for a certificate of another host name, and of another address."""
+
+
+LOOPBACK, LISTENING = "0100007F", "0A"
+"""127.0.0.1 and a state, as the kernel's table of sockets has them."""
+TABLE = Path("/proc/net/tcp")
+"""It says whose a listening socket is. Linux only; without it nothing is known and nobody refused."""
+
+
+class Listener(NamedTuple):
+    """A listening socket: its user, and its number, which no other socket has while it is open."""
+
+    uid: int
+    inode: str
 
 
 class RedisLink:
@@ -151,6 +166,34 @@ class RedisLink:
         self.is_up = False
         self._expected.clear()
         self._connection.disconnect()
+
+
+def find_listener(port: int) -> Listener | None:
+    """Return who listens on a port of 127.0.0.1, None if nobody does.
+
+    Raises:
+        OSError: The system has no such table.
+    """
+    wanted = [f"{LOOPBACK}:{port:04X}", LISTENING]
+    rows = (line.split() for line in TABLE.read_text().splitlines()[1:])
+    return next((Listener(int(row[7]), row[9]) for row in rows if [row[1], row[3]] == wanted), None)
+
+
+def find_own_listener(port: int) -> Listener | None:
+    """Return the socket of this user that listens on a port of 127.0.0.1; None if nothing can be known.
+
+    Raises:
+        ConnectionRefusedError: Nobody listens there, or another user does.
+    """
+    try:
+        found = find_listener(port)
+    except OSError:
+        return None
+    if found is None:
+        raise ConnectionRefusedError(f"nobody listens at 127.0.0.1:{port}")
+    if found.uid != os.geteuid():
+        raise ConnectionRefusedError(f"another user (uid {found.uid}) listens at 127.0.0.1:{port}")
+    return found
 
 
 def _check_query(url: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_service.engine.vllm.core.forkserver import without_collections
+from rollout_service.engine.vllm.core.process import without_collections
 
 with without_collections():
     import vllm.v1.engine.core

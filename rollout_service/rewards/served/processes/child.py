@@ -15,9 +15,9 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from pathlib import Path
 
+from asyncrl.core.config.secrets import has_password, is_secret_name
 from asyncrl.core.errors import AsyncrlError, ConfigError
 from rollout_service.rewards.served.frames import HEAD_BYTES, body_bytes, pack_frame, unpack_body
-from rollout_service.rewards.served.processes.surroundings import allowed_environment
 
 ROOT = Path(__file__).resolve().parents[4]
 END_DEADLINE_S = 5.0
@@ -109,3 +109,36 @@ class Child:
         self._is_group_ended = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+FOR_REWARDS = "REWARD_"
+"""Start of the names that a user sets for a reward, its secrets too."""
+NAMES = frozenset(
+    {
+        *("HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LD_PRELOAD", "LOGNAME", "PATH", "SHELL", "TEMP"),
+        *("TMP", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "SSL_CERT_DIR", "SSL_CERT_FILE", "NO_PROXY"),
+        *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"),
+        *("no_proxy", "http_proxy", "https_proxy", "all_proxy"),
+    }
+)
+PREFIXES = (
+    *("LC_", "XDG_", "CONDA_", "PYTHON", "COVERAGE_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "KMP_"),
+    *("CUDA_", "NVIDIA_", "ROCR_", "HIP_", "TORCH", "PYTORCH_", "TRITON_", "TRANSFORMERS_", "HF_"),
+    *("TOKENIZERS_", "MALLOC_"),
+)
+
+
+def allowed_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a reward process gets.
+
+    >>> allowed_environment({"PATH": "/bin", "HF_HOME": "/h", "HF_TOKEN": "t", "ASYNCRL_GATEWAY_KEY": "k"})
+    {'PATH': '/bin', 'HF_HOME': '/h'}
+    """
+    return {name: value for name, value in environment.items() if _is_allowed(name, value)}
+
+
+def _is_allowed(name: str, value: str) -> bool:
+    if name.startswith(FOR_REWARDS):
+        return True
+    is_known = name in NAMES or name.startswith(PREFIXES)
+    return is_known and not is_secret_name(name) and not has_password(value)

@@ -5,7 +5,7 @@ It must never import what the replica imports: it starts in a fraction of a seco
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from rollout_service.rewards.matching import score_format
 from rollout_service.rewards.score import Answer, RewardError
 from rollout_service.rewards.served.frames import ParentLink
 from rollout_service.rewards.served.messages import FunctionSettings, Judged, PlainAnswer
-from rollout_service.rewards.served.symbolic import load_math_verify
 from rollout_service.user_file import import_file
 
 BUILT_IN = ("math_verify", "format")
@@ -80,3 +79,29 @@ def load_from_file(path: Path, attribute: str) -> ScoreFunction:
 
 if __name__ == "__main__":
     main()
+
+
+def load_math_verify() -> Callable[..., float]:
+    """Return `score(response, ground_truth)`: 1 if the answer in the response equals the gold, else 0.
+
+    The answer is the last boxed one, else what the library finds: LaTeX, then plain numbers.
+
+    Raises:
+        ConfigError: The library is not installed.
+    """
+    try:
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    except ImportError as error:
+        raise ConfigError(
+            "the reward 'math_verify' needs the package math-verify", hint="Install it, or use 'math'"
+        ) from error
+    of_gold = [LatexExtractionConfig()]
+    of_answer = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+
+    def score_math_verify(response: str, ground_truth: object, **extra: object) -> float:
+        gold = parse(f"\\boxed{{{ground_truth}}}", extraction_config=of_gold)
+        if not gold:
+            raise ValueError(f"the ground truth {ground_truth!r} is no mathematics")
+        return float(verify(gold, parse(response, extraction_config=of_answer)))
+
+    return score_math_verify

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.journals.redis.link import OWN, LinkDown, RedisLink
-from asyncrl.buffer.journals.redis.peer import find_listener
+from asyncrl.buffer.journals.redis.link import OWN, LinkDown, RedisLink, find_listener
 from asyncrl.buffer.journals.redis.server import RedisServer
 from tests.other_user import CHECKOUT, NOBODY, command_as
 
