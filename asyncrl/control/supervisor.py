@@ -34,16 +34,13 @@ from asyncrl.control.record.summary import write_summary
 from asyncrl.control.record.syncing import WeightsAnswer, weights_answer
 from asyncrl.control.roster import Roster
 from asyncrl.control.rows import metering
+from asyncrl.control.rows.collector import RowCollector
 from asyncrl.control.rows.metering import Pace
-from asyncrl.control.rows.recorder import Recorder, lost_rows
-from asyncrl.control.rows.row_fetcher import RowFetcher
-from asyncrl.control.rows.row_files import is_evaluation, iterate_rows, load_rows, newest_rows
+from asyncrl.control.rows.recorder import Recorder
 from asyncrl.control.snapshot import Health, Snapshot, view_ledger, view_service
 from asyncrl.core.errors import AsyncrlError, ConfigError, FolderRemoved, ServiceFailed, WouldRepeat
 from asyncrl.core.files.durable import reserve_room
 from asyncrl.core.metrics.metric import Row
-from asyncrl.core.metrics.row_log import read_rows
-from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.core.rpc.message import Message
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Event, Runtime
@@ -54,8 +51,6 @@ from asyncrl.core.states import SERVICE_ENDS, RunState, ServiceState
 log = logging.getLogger(__name__)
 
 PULSE_S = 0.25
-ROWS_WAIT_S = 1.0
-"""In a pulse. A late answer is not lost: the next pulse waits on for it."""
 LAST_STATUS_DEADLINE_S = 5.0
 EVALUATION_WAIT_S = 120.0
 FAILED_BATCHES_LIMIT = 2
@@ -63,8 +58,6 @@ LEARNER_STOP_S = 120.0
 SERVICE_STOP_S = 20.0
 EVENTS_TOLD = 50
 EVENTS_RESERVE_BYTES, OUTCOME_RESERVE_BYTES = 1 << 18, 1 << 15
-SAME_ROW = ("training/global_step", "timing_s/step")
-"""No two rows have both alike, save one that was taken down twice."""
 
 
 class Supervisor:
@@ -87,28 +80,22 @@ class Supervisor:
         self._runtime = runtime
         self._roster = roster
         self._launcher = launcher
-        self._recorder = recorder
         self._run_dir = RunDir(roster.run_dir)
         self._events = EventLog(self._run_dir.events, runtime, EVENTS_RESERVE_BYTES)
         reserve_room(self._run_dir.reserve, OUTCOME_RESERVE_BYTES)
         self.fleet = FleetReconciler(roster, launcher, self._events, runtime, kernel)
-        self._fetcher = RowFetcher(launcher, runtime)
+        self._rows = RowCollector(self._run_dir, launcher, recorder, runtime)
         self.lifecycle = Lifecycle(runtime.event())
         self.operations = Operations(roster, self.fleet, self.lifecycle, self._events, runtime.lock())
         self._watchdog = Watchdog(roster.config.learner.groups_per_step)
         self._lookout = Lookout(self._events, runtime)
         self._stall = self._refusal = self._error = ""
         self._autoscaler = autoscaler_of(roster.config)
-        self._meter, self._pace = metering.Meter(), Pace()
+        self._pace = Pace()
         self._over_since = 0.0
         self._statuses = Statuses()
-        self._row: Row = {}
         self._notices = Notices(self._events)
-        self._num_rows = self._learner_life = self._last_evaluation = 0
-        self._must_skip = False  # rows that are on record; until it is known which, none is recorded
-        evaluations = load_rows(self._run_dir.metrics, is_evaluation)
-        self._seen_evaluations = metering.evaluation_ids(evaluations)
-        self._evaluation: Row = evaluations[-1] if evaluations else {}
+        self._last_evaluation = 0
         self._outcome: RunState | None = None
         self._is_saving = False
         self._identity = self._run_dir.identity
@@ -157,7 +144,7 @@ class Supervisor:
     @property
     def _last_step(self) -> int:
         learner = self._statuses.learner
-        return int(self._row.get("training/global_step", 0)) if learner is None else learner.step
+        return int(self._rows.newest.get("training/global_step", 0)) if learner is None else learner.step
 
     def snapshot(self) -> Snapshot:
         """Return the snapshot that the CLI, the page and the API show."""
@@ -178,16 +165,16 @@ class Supervisor:
             torn=learner.torn if learner is not None else (),
             resumed_step=learner.resumed_step if learner is not None else 0,
             paused=self.operations.is_paused,
-            metrics=self._row,
+            metrics=self._rows.newest,
             services={name: view_service(one, self.fleet.describe(name)) for name, one in statuses.items()},
-            bottleneck=diagnose(self._row, statuses, obstacles),
+            bottleneck=diagnose(self._rows.newest, statuses, obstacles),
             obstacles=tuple(obstacles),
             events=tuple(self._events.newest(EVENTS_TOLD)),
             error=self._error or None,
             outcome=self._outcome,
             ledger=view_ledger(statuses.buffer),
-            accuracy=metering.accuracy(self._evaluation),
-            evaluation=self._evaluation,
+            accuracy=metering.accuracy(self._rows.evaluation),
+            evaluation=self._rows.evaluation,
         )
 
     def _health(self) -> Health:
@@ -208,11 +195,9 @@ class Supervisor:
     def _begin(self) -> None:
         rollout = self._roster.config.rollout
         is_taken_over = self.fleet.begin(rollout.replicas.start, rollout.standby)
-        self._learner_life = self.fleet.num_restarts(LEARNER)
         if self.fleet.is_learner_ending:  # the one before this was asked to stop
             self.lifecycle.stop_asked.set()
-        self._recover_rows()
-        self._must_skip = is_taken_over
+        self._rows.begin(self.fleet.num_restarts(LEARNER), is_taken_over=is_taken_over)
         self._learner_has_trained = None if is_taken_over else False
         fault_point("supervisor.begun")
 
@@ -281,18 +266,18 @@ class Supervisor:
         self.operations.keep_paused(self._statuses)
         self.operations.keep_promise(self._statuses)
         self._autoscale(self._collect_rows())
-        self._collect_evaluations()
+        self._rows.collect_evaluations(self._statuses)
         self._watch_for_stalls()
 
     def _look_out(self) -> None:
-        self._recorder.write_rest()
-        error = self._recorder.write_error or self.fleet.write_error
+        self._rows.write_rest()
+        error = self._rows.write_error or self.fleet.write_error
         unwritten = f"{self._run_dir.path} cannot be written: {error}" if error else ""
         self._lookout.look(self._statuses, self._stall if self._watchdog.is_stalled else "", unwritten)
 
     def _keep_time(self, now: float) -> None:
         """Take note of how fast steps are done and tokens come."""
-        self._meter.note(now, self._statuses)
+        self._rows.note(now, self._statuses)
         if self._statuses.state(LEARNER) in STARTING_STATES:
             self._learner_has_trained = False
         if (learner := self._statuses.learner) is not None:
@@ -336,29 +321,7 @@ class Supervisor:
     def _collect_rows(self) -> list[Row]:
         """Take down the learner's rows since the last pulse, and return them."""
         self._notices.look(self._statuses)
-        if self._statuses.learner is None:
-            return []
-        if (life := self.fleet.num_restarts(LEARNER)) != self._learner_life:
-            # Steps that it takes again come as rows again, and replace the older ones at reading.
-            self._learner_life, self._num_rows = life, 0
-            self._must_skip = self._recover_rows()
-        if self._must_skip:
-            self._skip_known_rows()
-        if self._must_skip:
-            return []
-        handed = self._fetcher.fetch(life, self._num_rows, ROWS_WAIT_S)
-        if handed is None or not handed.rows:
-            return []
-        rows = handed.rows
-        is_first = handed.first == 0  # its time holds the start of this life, not a step's work
-        self._num_rows = handed.first + len(rows)
-        rates = self._meter.update(self._runtime.now(), self._statuses)
-        recorded = []
-        for row in rows:
-            first = {FIRST_OF_LIFE: float(is_first and row is rows[0])}
-            recorded.append(self._recorder.record({**row, **rates, **first}))
-        self._row = recorded[-1]
-        return recorded
+        return self._rows.collect(self._statuses, self.fleet.num_restarts(LEARNER))
 
     def _autoscale(self, rows: list[Row]) -> None:
         if self._autoscaler is None or self.lifecycle.state != RunState.RUNNING or self.operations.is_paused:
@@ -381,46 +344,13 @@ class Supervisor:
             log.warning("%s", text)
             self._events.add("autoscale", "rollout", text)
 
-    def _recover_rows(self) -> bool:
-        """Take down rows that a learner wrote and handed over to nobody; return whether there were any."""
-        try:
-            lost = lost_rows(iterate_rows(self._run_dir.metrics), read_rows(self._run_dir.path))
-        except OSError as error:
-            log.warning("the learner's own log of its rows cannot be read: %s", error)
-            return False
-        for row in lost:
-            self._recorder.record(row)
-        return bool(lost)
-
-    def _skip_known_rows(self) -> None:
-        """Go on after the living learner's last row on record, once it says which rows it has."""
-        handed = self._fetcher.fetch(self._learner_life, 0, ROWS_WAIT_S)
-        if handed is None:
-            return
-        self._must_skip = False
-        recorded = [row for row in newest_rows(self._run_dir.metrics) if not is_evaluation(row)]
-        if not recorded:
-            return
-        last = recorded[-1]
-        is_known = [all(last.get(key) == row[key] for key in SAME_ROW) for row in handed.rows]
-        num_known = len(is_known) - is_known[::-1].index(True) if any(is_known) else 0
-        self._row, self._num_rows = last, handed.first + num_known
-
-    def _collect_evaluations(self) -> None:
-        buffer = self._statuses.buffer
-        for evaluation in buffer.evaluations if buffer is not None else ():
-            if evaluation.id in self._seen_evaluations:
-                continue
-            self._seen_evaluations.add(evaluation.id)
-            self._evaluation = self._recorder.record(metering.evaluation_row(evaluation))
-
     def _await_evaluations(self, stop: Event) -> None:
         end = self._runtime.now() + EVALUATION_WAIT_S
         while self._runtime.now() < end and not (self.lifecycle.stop_asked.is_set() or stop.is_set()):
             self._observe()
             buffer = self._statuses.buffer
             is_pending = buffer is not None and buffer.evaluations_pending > 0
-            if not is_pending and self._last_evaluation in {0, *self._seen_evaluations}:
+            if not is_pending and self._rows.has_evaluation(self._last_evaluation):
                 return
             self._runtime.sleep(PULSE_S)
         log.warning("an evaluation was still open after %g s", EVALUATION_WAIT_S)
@@ -442,9 +372,7 @@ class Supervisor:
         self._statuses = self._statuses | ended
         if unstopped:
             log.warning("killed after %g s: %s", SERVICE_STOP_S, ", ".join(sorted(unstopped)))
-        self._recover_rows()
-        self._run_dir.remove_learner_rows()
-        self._recorder.close()
+        self._rows.close()
         try:
             self.summarise(self._run_dir, self._roster.config, self._statuses, outcome)
         except (OSError, AsyncrlError) as error:

@@ -91,6 +91,7 @@ SUPERVISION_FILES = (
     "asyncrl/control/fleet/saved.py",
     "asyncrl/control/fleet/units.py",
     "asyncrl/control/operations.py",
+    "asyncrl/control/rows/collector.py",
     "asyncrl/control/rows/recorder.py",
     "asyncrl/control/rows/row_fetcher.py",
     "asyncrl/control/supervisor.py",

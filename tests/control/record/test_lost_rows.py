@@ -66,7 +66,7 @@ def test_rows_that_a_dead_supervisor_never_took_down_are_on_record_when_the_next
     supervisor, launcher = make_supervised(tmp_path, "WaitingLearner")
     supervisor._begin()
     launcher.stop(launcher.started, 5.0)
-    supervisor._recorder.close()
+    supervisor._rows._recorder.close()
     rows = load_rows(tmp_path / "metrics.jsonl")
     assert [row["training/global_step"] for row in rows] == [1, 2, 3] and rows[1] == newest
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

@@ -52,7 +52,7 @@ def test_a_row_that_the_disk_did_not_take_is_written_as_soon_as_there_is_room(sm
     supervisor, launcher = make_supervisor(small_disk, replace=REPLACE | {"learner": WAITING})
     supervisor._begin()
     fill(small_disk / "ballast")
-    supervisor._recorder.record({"training/global_step": 1, "a": "x" * 8192})
+    supervisor._rows._recorder.record({"training/global_step": 1, "a": "x" * 8192})
     supervisor._observe()
     assert told_by(supervisor)["obstacles"]
     (small_disk / "ballast").unlink()

@@ -18,6 +18,7 @@ from asyncrl.control.reconciler import status_events as reading
 from asyncrl.control.reconciler.actuator import ServiceActuator
 from asyncrl.control.reconciler.reconciler import FleetReconciler, SavedFleet
 from asyncrl.control.record.events import EventLog
+from asyncrl.control.rows.collector import RowCollector
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.core.service_command import Promote
 from asyncrl.core.service_status import Statuses
@@ -207,6 +208,6 @@ MUTANTS = (
         "rows_recovered",
         "rows that a dead learner handed over to nobody are on record",
         "checkpoints",
-        (Supervisor, "_recover_rows", always(False)),
+        (RowCollector, "_recover", always(False)),
     ),
 )
