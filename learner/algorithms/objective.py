@@ -23,16 +23,8 @@ from asyncrl.core.variants import estimators_needing
 from learner.algorithms.advantage import ADVANTAGES, AdvantageFn, AdvantageInput, is_constant
 from learner.algorithms.advantage.terms import on_one_rank
 from learner.algorithms.aggregation import aggregate, aggregate_rows
-from learner.algorithms.correction import (
-    Correction,
-    importance_weights,
-    interpolate_prox,
-    is_policy_gradient,
-    reject,
-    rejection_metrics,
-    veto_rows,
-)
-from learner.algorithms.diagnostics import divergence
+from learner.algorithms.centre import Centre, make_centre, rows_of
+from learner.algorithms.correction import is_policy_gradient
 from learner.algorithms.kl import AdaptiveKl, FixedKl, KlController, kl_penalty, measure_penalty
 from learner.algorithms.losses import POLICY_LOSSES, Clip, LossInput, PolicyLossFn, TokenLoss
 from learner.algorithms.losses.terms import value_loss
@@ -63,20 +55,15 @@ class Objective:
     section: AlgorithmSection
     advantage: AdvantageFn
     policy_loss: PolicyLossFn
-    correction: Correction
+    centre: Centre
     kl: KlTerm | None
     loss_scale: float
     max_lag: int
 
     @property
-    def veto(self) -> float:
-        """Ratio below which a token vetoes its row."""
-        return self.section.veto
-
-    @property
     def needs_prox(self) -> bool:
         """Whether `prepare` wants log-probs under the weights at the start of the step."""
-        return not self.correction.is_bypass and self.section.prox == "recompute"
+        return self.centre.needs_prox
 
     @property
     def needs_reference(self) -> bool:
@@ -123,18 +110,12 @@ class Objective:
         self._check_fields(batch)
         rows = rows_of(batch)
         metrics: dict[str, float] = _lag_metrics(batch, self.max_lag)
-        assert prox_N is not None or not self.needs_prox, "a decoupled objective needs prox"
-        if self.needs_prox:
-            batch = dataclasses.replace(batch, prox_N=prox_N)
-        elif self.section.prox == "behaviour":
-            batch = dataclasses.replace(batch, prox_N=batch.behaviour_N)
         if self.kl is not None:
             metrics["actor/kl_coef"] = self.kl.controller.value
-        if self.needs_prox:
-            if entropy_N is not None:
-                metrics["actor/entropy"] = float(masked_mean(entropy_N, batch.loss_mask_N))
-            batch, corrected = self._correct(batch, rows, over_ranks)
-            metrics |= corrected
+        if self.needs_prox and entropy_N is not None:
+            metrics["actor/entropy"] = float(masked_mean(entropy_N, batch.loss_mask_N))
+        batch, corrected = self.centre.prepare(batch, prox_N, over_ranks)
+        metrics |= corrected
         # After the correction: an optimal baseline weighs tokens as the loss will.
         batch, penalised = self._set_advantages(batch, rows, over_ranks)
         return batch, metrics | penalised
@@ -149,12 +130,13 @@ class Objective:
         """
         microbatch.check_lag(self.max_lag)
         assert microbatch.advantages_N is not None, "prepare must run before the loss"
-        old_N, mask_N, weights_N = self._find_centre(logprobs_N, microbatch)
+        corrected = self.centre.correct(logprobs_N, microbatch)
+        mask_N, weights_N = corrected.mask_N, corrected.weights_N
         rows = rows_of(microbatch)
         tokens = self.policy_loss(
             LossInput(
                 logprobs_N,
-                old_N,
+                corrected.old_N,
                 microbatch.advantages_N,
                 mask_N,
                 rows,
@@ -261,41 +243,6 @@ class Objective:
         batch = dataclasses.replace(batch, rewards_R=scores_R, advantages_N=found.advantages_N)
         return dataclasses.replace(batch, returns_N=returns_N), metrics
 
-    def _correct(
-        self, batch: PackedBatch, rows: Rows, over_ranks: Sum
-    ) -> tuple[PackedBatch, dict[str, float]]:
-        assert batch.prox_N is not None, "set before"
-        before_N, delta_N = batch.loss_mask_N, batch.prox_N - batch.behaviour_N
-        metrics = _measure_correction(batch.prox_N, batch.behaviour_N, before_N, rows, self.correction)
-        kept_N = veto_rows(delta_N, before_N, rows, self.veto)
-        vetoed = before_N.sum() - kept_N.sum()
-        metrics["rollout_corr/vetoed_share"] = float(vetoed / before_N.sum().clamp(min=1))
-        batch = batch.with_mask(kept_N * reject(delta_N, before_N, rows, self.correction.rejection).ne(0))
-        if self.correction.level is not None:
-            weights_N = importance_weights(delta_N, batch.loss_mask_N, rows, self.correction, over_ranks)
-            batch = dataclasses.replace(batch, weights_N=weights_N)
-        return batch, metrics
-
-    def _find_centre(
-        self, logprobs_N: torch.Tensor, microbatch: PackedBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return old log-probs, mask and weights; without a forward pass they are made here."""
-        mask_N, behaviour_N = microbatch.loss_mask_N, microbatch.behaviour_N
-        if self.needs_prox or self.section.prox == "behaviour":
-            assert microbatch.prox_N is not None, "prepare must run before the loss"
-            return microbatch.prox_N, mask_N, microbatch.weights_N
-        if self.correction.is_bypass:
-            old_N, target_N = behaviour_N, logprobs_N.detach()
-        else:
-            old_N = target_N = interpolate_prox(logprobs_N, behaviour_N, microbatch.lag_N)
-        rows, delta_N = rows_of(microbatch), target_N - behaviour_N
-        kept_N = veto_rows(delta_N, mask_N, rows, self.veto)
-        mask_N = kept_N * reject(delta_N, mask_N, rows, self.correction.rejection).ne(0)
-        weights_N = None
-        if self.correction.level is not None:
-            weights_N = importance_weights(delta_N, mask_N, rows, self.correction)
-        return old_N, mask_N, weights_N
-
     def _aggregate(
         self,
         tokens: TokenLoss,
@@ -363,7 +310,7 @@ def make_objective(section: AlgorithmSection, *, max_lag: int, max_response_toke
         section=section,
         advantage=advantage,
         policy_loss=policy_loss,
-        correction=correction,
+        centre=make_centre(section.prox, correction, section.veto),
         kl=_make_kl(section.kl),
         loss_scale=float(max_response_tokens),
         max_lag=max_lag,
@@ -379,11 +326,6 @@ def constant_tickets(batch: PackedBatch) -> tuple[int, ...]:
     """Return the tickets of groups whose rewards are all equal: their gradient is exactly 0."""
     groups = set(batch.group_R[is_constant(batch.rewards_R, batch.group_R)].tolist())
     return tuple(ticket for group, ticket in enumerate(batch.tickets_G) if group in groups)
-
-
-def rows_of(batch: PackedBatch) -> Rows:
-    """Return the rows of a packed batch."""
-    return Rows(batch.row_N, batch.num_rows)
 
 
 def _check_baselines(batch: PackedBatch) -> None:
@@ -425,20 +367,3 @@ def _lag_metrics(batch: PackedBatch, max_lag: int) -> dict[str, float]:
         else 0.0,
         "staleness/lag_mean": float(masked_mean(lag_N, batch.loss_mask_N)),
     }
-
-
-def _measure_correction(
-    prox_N: torch.Tensor, behaviour_N: torch.Tensor, mask_N: torch.Tensor, rows: Rows, correction: Correction
-) -> dict[str, float]:
-    is_empty = not mask_N.any()
-    if is_empty:  # the same names on every rank, values without weight
-        prox_N, behaviour_N, mask_N = torch.zeros(1), torch.zeros(1), torch.ones(1)
-        rows = Rows(torch.zeros(1, dtype=torch.long), 1)
-    metrics = divergence.off_policy_metrics(prox_N, behaviour_N, mask_N, rows)
-    # Without weights of its own a run still logs what truncated token weights would look like.
-    measured = correction if correction.level is not None else Correction(level="token")
-    metrics |= divergence.importance_metrics(prox_N - behaviour_N, mask_N, rows, measured)
-    metrics |= rejection_metrics(prox_N - behaviour_N, mask_N, rows, correction.rejection)
-    prefixed = {f"rollout_corr/{name}": value for name, value in metrics.items()}
-    prefixed["rollout_corr/empty_batch"] = float(is_empty)
-    return prefixed

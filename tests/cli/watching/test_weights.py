@@ -73,10 +73,10 @@ def sync_with_one_failure(cluster: Cluster) -> None:
     fault = Fault("flip", number=2, bucket=1)
     bad, good = cluster.start("receiver.0", fault=fault), cluster.start("receiver.1")
     cluster.wait_for_members("receiver.0", "receiver.1")
-    handoff = cluster.handoff()
-    handoff.publish(PolicyVersion(1, 0), model(1))
+    publisher_client = cluster.publisher_client()
+    publisher_client.publish(PolicyVersion(1, 0), model(1))
     assert load(good).number == load(bad).number == 1
-    handoff.publish(PolicyVersion(2, 1), model(2))
+    publisher_client.publish(PolicyVersion(2, 1), model(2))
     assert load(good, 1).number == 2
     wait_until(lambda: "receiver.0" in cluster.coordinator.status().culprit, "the digest to be refused")
     wait_until(lambda: cluster.members()["receiver.1"].state == "READY", "receiver.1 to be ready")
@@ -128,7 +128,7 @@ def test_a_version_that_an_engine_refused_counts_as_failed_though_its_bytes_arri
     with running_cluster(socket_dir=folder) as cluster:
         receiver = cluster.start("receiver.0")
         cluster.wait_for_members("receiver.0")
-        cluster.handoff().publish(PolicyVersion(1, 0), model(1))
+        cluster.publisher_client().publish(PolicyVersion(1, 0), model(1))
         staged = take(receiver, 0)
         assert staged is not None
         for _ in range(2):

@@ -13,11 +13,12 @@ from asyncrl.core.errors import ConfigError
 from learner.algorithms import advantage
 from learner.algorithms.advantage import by_group, groups
 from learner.algorithms.aggregation import MODES, aggregate
+from learner.algorithms.centre import rows_of
 from learner.algorithms.correction import Correction, importance_weights, make_corrections, veto_rows
 from learner.algorithms.diagnostics import divergence as diagnostics
 from learner.algorithms.losses import POLICY_LOSSES, Clip, LossInput
 from learner.algorithms.losses.clipped import vanilla
-from learner.algorithms.objective import constant_tickets, make_objective, rows_of
+from learner.algorithms.objective import constant_tickets, make_objective
 from learner.algorithms.registry import resolve
 from learner.algorithms.rows import Rows, masked_mean, padded_rows
 from learner.batching.batch import build_batch

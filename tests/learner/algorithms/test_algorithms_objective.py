@@ -11,7 +11,8 @@ from asyncrl.core import metrics as names
 from asyncrl.core.config.load import load_config
 from asyncrl.core.config.tree import AlgorithmSection
 from asyncrl.core.errors import ConfigError
-from learner.algorithms.objective import describe, make_objective, rows_of
+from learner.algorithms.centre import rows_of
+from learner.algorithms.objective import describe, make_objective
 from learner.batching.batch import build_batch
 from learner.guard.hooks import KlFallback
 from tests.learner.parts.samples import make_groups

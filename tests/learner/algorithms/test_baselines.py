@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.core.errors import DataError
 from asyncrl.core.metrics import unknown_names
 from learner.algorithms.advantage import ADVANTAGES, AdvantageInput
-from learner.algorithms.objective import rows_of
+from learner.algorithms.centre import rows_of
 from learner.backend import Models
 from learner.batching.batch import build_batch
 from tests.learner.parts.contract import weights_of

@@ -9,9 +9,9 @@ import torch
 
 from asyncrl.core.experience import Group
 from asyncrl.core.metrics import find, unknown_names
+from learner.algorithms.centre import rows_of
 from learner.algorithms.diagnostics import summary
 from learner.algorithms.diagnostics.divergence import compare_probabilities
-from learner.algorithms.objective import rows_of
 from learner.backend import Models
 from learner.batching.batch import build_batch
 from learner.report import (

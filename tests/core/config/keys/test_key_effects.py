@@ -179,8 +179,8 @@ def sync(config: Config, folder: Path) -> Any:
         ServiceContext(config, "weight_sync.0", folder, "id", bind=f"ipc://{folder}/s")
     )
     service._server.close()
-    floor = service._coordination._floor
-    return floor.timing, floor.parallelism, floor.backend, floor.uses_delta
+    state = service._coordination._state
+    return state.timing, state.parallelism, state.backend, state.uses_delta
 
 
 def leader(config: Config, folder: Path) -> Any:
