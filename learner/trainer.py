@@ -1,4 +1,4 @@
-"""One rank's models and what is done to them: a state is loaded, the rate is changed, a batch is trained.
+"""Operations on one rank's models: load a checkpoint, change the learning rate, train a batch.
 
 The service does this on the orders of a live run, a replay on those that a run recorded; both go through
 here, so that a replay computes what the run computed. Every method is collective. Must never talk to
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 CRITIC = "critic"
 """The critic's folder in a checkpoint."""
-KL_IS_OFF = "the KL controller is fixed and its coefficient 0 from here on: nothing holds the policy back"
+KL_IS_OFF = "the KL controller is fixed and its coefficient 0 from here on: no KL penalty is applied"
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Trained:
         metrics: Of the whole step, without times.
         stale_tickets: Groups without a trainable token.
         oversized_tickets: Groups with a row longer than a microbatch.
-        refused_tickets: Groups that no model learned from.
-        num_refused: Updates beyond the order's limits.
+        refused_tickets: Groups whose updates the guard refused for every model.
+        num_refused: Updates that the guard refused: they were beyond the limits of the order.
         order: For the whole batch, with its parts if it came in any.
-        seen_ids: Ids of tokens in this rank's share, which differ by rank.
+        seen_ids: Vocabulary ids of this rank's share of the batch: they differ by rank.
     """
 
     metrics: dict[str, float]
@@ -78,7 +78,7 @@ class Trainer:
         self.adjustment = Adjust(lr_scale=1.0, is_kl_off=False)
 
     def restore(self, folder: Path | None, controllers: Mapping[str, float]) -> None:
-        """Load the checkpoint in `folder`, if there is one, and what the objective kept in it.
+        """Load the checkpoint in `folder`, if there is one, and the state of the objective's controllers.
 
         Raises:
             CheckpointError: The folder holds another model's state, or is incomplete.
@@ -88,12 +88,12 @@ class Trainer:
             if self._critic is not None:
                 self._critic.load_state(folder / CRITIC)
                 self._critic.set_lr(self._config.critic.lr)
-            # A resume may have changed the rate. What the guard makes of it comes as an `Adjust`.
+            # A resume may have changed the rate. The guard's factor is applied by `adjust`.
             self._policy.set_lr(self._config.learner.lr)
         self._objective.restore_controllers(controllers)
 
     def adjust(self, order: Adjust) -> None:
-        """Train on as `order` says."""
+        """Apply the guard's learning-rate factor and its KL switch to all later steps."""
         self.adjustment = order
         self._policy.set_lr(self._config.learner.lr * order.lr_scale)
         if self._critic is not None:
@@ -123,7 +123,11 @@ class Trainer:
         fault_point("learner.streamed", order.step)
 
     def train(self, order: Train) -> Trained:
-        """Train this rank's share of a batch: whole, the last part of it, or told of whole with its parts."""
+        """Train this rank's share of a batch.
+
+        Args:
+            order: Of a whole batch, of the last part of one, or (replay) of a whole one that lists its parts.
+        """
         if order.parts:
             *parts, order = split_parts(order)
             for part in parts:

@@ -1,8 +1,8 @@
 """The receiver service, beside one engine: holds verified copies until the engine loads them.
 
 Owns the staging segments and their states: receiving → verified → committed → taken by the engine.
-Never touches the engine, so it may be killed without harm to it. What the engine has taken is not
-overwritten before the load is reported.
+Never touches the engine, so it may be killed without harm to it. A copy that the engine has taken is not
+overwritten before the replica reports the end of the load.
 The server's thread
   consumes: orders, ends of transfers, the replica's calls   waits for: the same, the end of a poll
   unblocked by: the same, a coordinator that is overdue      produces: reports; a `Staged` to the replica
@@ -89,7 +89,7 @@ class ReceiverService:
         lost_s: Without the coordinator for so long, unverified rounds are aborted and a verified one
             is committed alone.
         on_bucket: See `OnBucket`.
-        bounds: What a version may be.
+        bounds: Limits on the size and layout of a version.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ReceiverService:
         )
         self._rounds = RoundTracker()
         self._incoming: dict[int, _Incoming] = {}
-        self._transfer_starts: dict[int, float] = {}  # of threads that run, also of aborted rounds
+        self._transfer_starts: dict[int, float] = {}  # by round, while its thread runs, also after an abort
         self._longest_transfer_s = 0.0
         self._serving = UNLOADED
         self._is_attended = self._is_draining = False
@@ -145,11 +145,11 @@ class ReceiverService:
             self._staging.close()
 
     def status(self) -> ReceiverStatus:
-        """Return how it is, as of the last turn."""
+        """Return the status as of the last turn of the event loop."""
         return msgspec.structs.replace(self._snapshot, longest_transfer_s=self._longest_s())
 
     def command(self, command: AnyCommand) -> Message:
-        """Take no more offers, as one that drains."""
+        """Drain: accept no more offers."""
         if not isinstance(command, Drain):
             raise unknown_command("a receiver", command, "It knows 'drain'")
         self._server.call_soon(self._drain)
@@ -168,14 +168,14 @@ class ReceiverService:
     def _add(
         self, operation: Operation[R, wire.Handed], do: Callable[[Request, R], wire.Handed | None]
     ) -> None:
-        """Let `do` handle a call of the replica, unless another process has followed, or it comes late."""
-        line = "pins" if operation.name in PINS else "polls"
+        """Register `do`; late calls, and those of a superseded process of the replica, do not reach it."""
+        channel = "pins" if operation.name in PINS else "polls"
 
         def hear(request: Request, asked: R) -> wire.Handed | None:
-            if self._is_past(asked):
+            if self._is_superseded(asked):
                 self.counters["past_calls"] += 1
                 return wire.Handed(fenced=True, past=True)
-            if self._is_late(asked, line):
+            if self._is_late(asked, channel):
                 self.counters["late_calls"] += 1
                 return wire.Handed(fenced=self._session.is_fenced)
             return do(request, asked)
@@ -204,26 +204,26 @@ class ReceiverService:
             self._end_poll(None)
         self._snapshot = self._describe()
 
-    def _is_past(self, asked: wire.OfReplica) -> bool:
-        """Tell whether a process of the replica speaks that another one has followed."""
+    def _is_superseded(self, asked: wire.OfReplica) -> bool:
+        """Tell whether the caller is an older process of the replica than one that has called."""
         self._newest_born = max(self._newest_born, asked.born)
         return 0 < asked.born < self._newest_born
 
-    def _is_late(self, asked: wire.OfReplica, line: str) -> bool:
-        """Tell whether the replica has said something newer since: what it served then says nothing."""
-        return asked.seq is not None and not self._heard.is_new(line, asked.life, asked.seq)
+    def _is_late(self, asked: wire.OfReplica, channel: str) -> bool:
+        """Tell whether the replica has made a newer call: the state that this one tells of is out of date."""
+        return asked.seq is not None and not self._heard.is_new(channel, asked.life, asked.seq)
 
     def _take_poll(self, request: Request, asked: wire.NextStaged) -> None:
         if self._parked is not None:
             self._end_poll(None)  # the replica asks anew; it no longer waits for the older answer
-        self._meet(asked.life)
+        self._note_process(asked.life)
         self._note_serving(asked.serving)
         if not self._is_attended:
             self._is_attended = True
             self._session.report(told.Attended())
         self._parked = _Parked(request, self._clock.now() + asked.wait_s)
 
-    def _meet(self, life: str) -> None:
+    def _note_process(self, life: str) -> None:
         self._note_pin(self._pin.meet(life))
         if life != self._life:
             self._life = life

@@ -1,8 +1,8 @@
-"""The ledger, its journal and the payloads in memory, as one thing.
+"""Store of groups: keeps the ledger, its journal and the payloads in memory consistent.
 
-Owns that the three agree: a STORED or RESERVED ticket has a payload in memory or in the journal, and
-nobody learns of a change before `settle` has made it durable. Groups are checked here as they come
-in; what is malformed fails its attempt and is refused. One thread.
+A ticket is one prompt to be trained; each lease of it is an attempt. Invariants: a STORED or RESERVED ticket
+has a payload in memory or in the journal; no reply is sent before `settle` has committed the change.
+Groups are checked here as they come in; a malformed one fails its attempt and is refused. One thread.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from asyncrl.core.experience import CUT_REASONS, UNFINISHED, Outline, outline_gr
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.wire import Frame
 
-SHOWN_DROPPED_BYTES, MAX_SHOWN_DROPPED = 16 << 20, 64
-"""Most bytes and number of the newest dropped groups that the journal keeps for inspection: none that would
-keep an old file of it from being deleted."""
+KEPT_DROPPED_BYTES, MAX_KEPT_DROPPED = 16 << 20, 64
+"""Bytes and number of the newest dropped groups that the journal keeps for inspection, at least one. A group
+is not kept once it is the last reason to keep an old file of the journal."""
 
 
 class ExperienceStore:
@@ -31,10 +31,10 @@ class ExperienceStore:
         group_size: Trajectories that a group must have.
         drops_constant_groups: A group whose rewards are all equal is dropped as `uniform`.
         needs_baseline: A group must bring the reward of a greedy answer.
-        bounds: What a group may be at most.
+        bounds: Upper limits on the lengths and numbers in a group.
 
     `counters` counts what was refused: `duplicates`, `late`, `malformed`, `failed/<reason>`, and so on.
-    `num_turns` counts turns that changed something, since this process began. `is_settled` tells whether
+    `num_turns` counts commits that changed something, since this process began. `is_settled` tells whether
     the last `settle` made all durable.
     """
 
@@ -57,16 +57,16 @@ class ExperienceStore:
         self._needs_baseline = needs_baseline
         self._bounds = bounds
         self._payloads: dict[int, list[Frame]] = {}
-        num_shown = min(MAX_SHOWN_DROPPED, SHOWN_DROPPED_BYTES // settings.max_group_bytes)
-        self._num_shown = max(1, num_shown)
-        self._shown: deque[int] = deque()
+        num_kept_dropped = min(MAX_KEPT_DROPPED, KEPT_DROPPED_BYTES // settings.max_group_bytes)
+        self._num_kept_dropped = max(1, num_kept_dropped)
+        self._kept_dropped: deque[int] = deque()
         past = journal.recover()
         self.ledger = Ledger.replay(settings, past.events, past.snapshot)
         if self.ledger.has_begun:
             self._reconcile(now)
 
     def _reconcile(self, now: float) -> None:
-        """After a restart: issue again what has no payload, forget payloads that nobody needs."""
+        """After a restart: reissue tickets without a payload, release payloads that no ticket refers to."""
         tickets = self.ledger.state.tickets.values()
         self._keep_needed()
         waiting = [ticket for ticket in tickets if ticket.state in (State.STORED, State.RESERVED)]
@@ -82,16 +82,16 @@ class ExperienceStore:
     def _keep_needed(self) -> None:
         tickets = self.ledger.state.tickets.values()
         needed = {ticket.id for ticket in tickets if ticket.state in PAYLOAD_STATES or ticket.carry_attempt}
-        newest = list(self.ledger.state.dropped)[-self._num_shown :]
-        self._shown = deque(one.id for one in newest if self.journal.holds(one.id, one.attempt))
-        self.journal.keep_only(needed | set(self._shown))
+        newest = list(self.ledger.state.dropped)[-self._num_kept_dropped :]
+        self._kept_dropped = deque(one.id for one in newest if self.journal.holds(one.id, one.attempt))
+        self.journal.keep_only(needed | set(self._kept_dropped))
 
     def push(self, replica: str, ticket: int, attempt: int, frames: Sequence[Frame]) -> str:
         """Take a group in; return `stored`, `duplicate`, `late` or `dropped`.
 
         Raises:
             WireError: The group is malformed; its attempt has failed.
-            LedgerError: Nobody was ever asked for this group.
+            LedgerError: No replica ever held a lease on this ticket and attempt.
         """
         verdict = self.ledger.judge_push(replica, ticket, attempt)
         if verdict != "welcome":
@@ -111,11 +111,11 @@ class ExperienceStore:
         if result == "stored":
             self._payloads[ticket] = list(frames)
         else:
-            self._show(ticket)
+            self._keep_dropped(ticket)
         return result
 
     def carry(self, replica: str, ticket: int, attempt: int, frames: Sequence[Frame]) -> str:
-        """Take in partial work of a draining replica; return `carried`, `released` or `late`.
+        """Take in the partial rollouts of a draining replica; return `carried`, `released` or `late`.
 
         Raises:
             WireError: It is malformed; its attempt has failed.
@@ -133,7 +133,7 @@ class ExperienceStore:
         return result
 
     def fetch_carry(self, replica: str, ticket: int, attempt: int) -> Sequence[Frame] | None:
-        """Return the work that this attempt may go on from, None if there is none or it turned out lost."""
+        """Return the partial rollouts that this attempt resumes from, None if there are none left."""
         if not self.ledger.holds_lease(replica, ticket, attempt):
             return None
         found = self.ledger.state.tickets[ticket]
@@ -145,7 +145,10 @@ class ExperienceStore:
         return frames
 
     def _lose_carry(self, ticket: int) -> None:
-        """Give carried work up at once: what is pushed in the same turn must not be let go in its place."""
+        """Give partial rollouts up, and take the ticket out of the pending releases.
+
+        Otherwise a payload that is pushed before the next commit would be deleted in their place.
+        """
         self.counters["lost_carries"] += 1
         self.ledger.lose_carry(ticket)
         self._payloads.pop(ticket, None)
@@ -259,8 +262,8 @@ class ExperienceStore:
         """Make all changes durable, then let go of payloads that are not needed any more.
 
         Returns:
-            False while the journal is away: nobody may be answered. Call again; nothing is lost. Leases
-            start afresh when it is back, because nobody could renew them meanwhile.
+            False while the journal is unavailable: nobody may be answered. Call again; nothing is lost.
+            Leases start afresh when it is back, because nobody could renew them meanwhile.
 
         Raises:
             FencedError: Another buffer has taken the journal over.
@@ -278,7 +281,7 @@ class ExperienceStore:
             fault_point("buffer.committing", self.num_turns)
         is_durable = self.journal.commit(events, now)
         if self.journal.need is Need.ALL:
-            is_durable = self._begin_anew()
+            is_durable = self._rebuild_journal()
         if not is_durable:
             return False
         if events:
@@ -291,53 +294,53 @@ class ExperienceStore:
     def _let_go(self) -> None:
         state = self.ledger.state
         if state.released:
-            self._hide_old()
+            self._release_old_dropped()
         for ticket in state.freed:
             self._payloads.pop(ticket, None)
         for ticket in state.released:
-            if self._is_worth_showing(ticket):
-                self._show(ticket)
+            if self._is_kept_dropped(ticket):
+                self._keep_dropped(ticket)
             else:
                 self.journal.release(ticket)
         state.freed.clear()
         state.released.clear()
 
-    def _is_worth_showing(self, number: int) -> bool:
+    def _is_kept_dropped(self, number: int) -> bool:
         found = self.ledger.state.tickets.get(number)
         is_dropped = found is not None and found.state is State.DROPPED
         return found is not None and is_dropped and self.journal.holds(number, found.attempt)
 
-    def _show(self, ticket: int) -> None:
-        """Leave a dropped group's payload in the journal, and let the oldest such one go."""
-        if ticket not in self._shown:
-            self._shown.append(ticket)
-        if len(self._shown) > self._num_shown:
-            self.journal.release(self._shown.popleft())
+    def _keep_dropped(self, ticket: int) -> None:
+        """Keep a dropped group's payload in the journal for inspection, and release the oldest such one."""
+        if ticket not in self._kept_dropped:
+            self._kept_dropped.append(ticket)
+        if len(self._kept_dropped) > self._num_kept_dropped:
+            self.journal.release(self._kept_dropped.popleft())
 
-    def _hide_old(self) -> None:
-        """Let go of what is shown and would keep a whole old file of the journal for itself."""
-        for ticket in [ticket for ticket in self._shown if not self.journal.is_recent(ticket)]:
-            self._shown.remove(ticket)
+    def _release_old_dropped(self) -> None:
+        """Release dropped groups that are the last reason to keep an old file of the journal."""
+        for ticket in [ticket for ticket in self._kept_dropped if not self.journal.is_recent(ticket)]:
+            self._kept_dropped.remove(ticket)
             self.journal.release(ticket)
 
-    def _begin_anew(self) -> bool:
+    def _rebuild_journal(self) -> bool:
         """Refill a journal that was wiped: payloads in memory are written again, others issued again."""
         if not self.journal.survey():
             return False
         self._keep_needed()
         for ticket in list(self.ledger.state.tickets.values()):
             if ticket.state in (State.STORED, State.RESERVED):
-                if not self._rescue(ticket.id, ticket.attempt):
+                if not self._ensure_journalled(ticket.id, ticket.attempt):
                     self._lose(ticket.id)
-            elif ticket.carry_attempt and not self._rescue(ticket.id, ticket.carry_attempt):
+            elif ticket.carry_attempt and not self._ensure_journalled(ticket.id, ticket.carry_attempt):
                 self._lose_carry(ticket.id)
         self._let_go()
         is_done = self.journal.begin_anew(self.ledger.state.as_snapshot())
         if is_done:
-            self.ledger.drain_events()  # the snapshot tells them
+            self.ledger.drain_events()  # the snapshot holds them already
         return is_done
 
-    def _rescue(self, ticket: int, attempt: int) -> bool:
+    def _ensure_journalled(self, ticket: int, attempt: int) -> bool:
         frames = self._payloads.get(ticket)
         if frames is not None and not self.journal.holds(ticket, attempt):
             self.journal.append(ticket, attempt, frames)
@@ -345,7 +348,7 @@ class ExperienceStore:
 
 
 def _check_samples(group: Outline, is_carried: bool) -> None:
-    """Raise WireError unless each sample can be trained, was cut and masked for it, or may go on later."""
+    """Raise WireError unless each sample is trainable, truncated and masked, or may be continued."""
     if not (is_carried or group.is_whole):
         raise WireError(f"ticket {group.ticket}: a trajectory is unfinished, which only carried work may be")
     if not any(group.lengths):

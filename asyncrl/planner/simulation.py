@@ -1,4 +1,4 @@
-"""A simulated run, from its configuration to what it says.
+"""A simulated run, from its configuration to its figures.
 
 Builds the world: a supervisor that starts all others. Nothing fails in it: what faults do to a run is for the
 services themselves to show. `run_to_end` refuses a run that stands still, which would never end.
@@ -29,16 +29,16 @@ STANDSTILL_S = 3600.0
 WARM_UP_SHARE = 0.25
 MAX_WARM_UP_STEPS = 20
 MAX_PERIOD = 100
-"""Steps: what comes less often is not simulated."""
+"""Steps: checkpoints and evaluations with a longer interval are not simulated."""
 
 
 def count_warm_up(num_steps: int) -> int:
-    """Return how many of the first steps do not count, at least one of two or more."""
+    """Return the number of warm-up steps: at least 1 of two or more, always fewer than `num_steps`."""
     return min(MAX_WARM_UP_STEPS, max(1, int(WARM_UP_SHARE * num_steps)), num_steps - 1)
 
 
 def find_period(setting: Setting, rates: Rates) -> int:
-    """Return after how many steps checkpoints, if they take time, and evaluations come again.
+    """Return the longest interval, in steps, of evaluations and of checkpoints that take time.
 
     It is the longest period up to `MAX_PERIOD`, 0 for none.
     """
@@ -132,11 +132,11 @@ class Simulation:
         return [one for one in self.world.actors.values() if isinstance(one, ReplicaActor)]
 
     def run(self, until_s: float = float("inf")) -> None:
-        """Let it run to its end, or until `until_s` of virtual time."""
+        """Run to the end, or until `until_s` of virtual time."""
         self.world.run(lambda: self.watch.is_over, until_s)
 
     def run_to_end(self) -> Outcome:
-        """Let it run to its end, and return what it says.
+        """Run to the end and return the outcome.
 
         Raises:
             ConfigError: Nothing generates, or it has come to a standstill.
@@ -145,7 +145,7 @@ class Simulation:
         return self.outcome()
 
     def run_to_step(self, num_steps: int) -> Outcome:
-        """Let it run until so many steps are trained, or to its end, and return what it says of them.
+        """Run until `num_steps` are trained, or to the end, and return their outcome.
 
         Raises:
             ConfigError: Nothing generates, or it has come to a standstill.
@@ -218,7 +218,7 @@ class Simulation:
         return max(noise_of_mean(times_s, period), noise_of_ratio(trained, times_s, period))
 
     def _interruptions(self, counted: list[StepRecord], start: Mark, end: Mark) -> dict[str, Any]:
-        """Return what parts of batches, checkpoints and evaluations did."""
+        """Return the cost of streaming, checkpoints and evaluations."""
         wall_s, watch = max(1e-9, end.time - start.time), self.watch
         ended = {one: at for one, at in watch.evaluated.items() if start.time < at <= end.time}
         took = [at - watch.ordered[one] for one, at in ended.items()]

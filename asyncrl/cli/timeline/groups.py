@@ -1,4 +1,4 @@
-"""From the buffer's journal: who generated which group when, and what the buffer did with it (pure)."""
+"""Timeline of leases, stored groups and evaluations, from the buffer's journal (pure)."""
 
 from __future__ import annotations
 

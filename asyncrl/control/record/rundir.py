@@ -1,9 +1,9 @@
 """The files of a run: where each lies, written whole or not at all.
 
-runs/<name>/: resolved.yaml, run.json, keys.json and service_keys.json (of the live run), outcome.json,
-metrics.jsonl, learner_rows.jsonl (until the end), events.jsonl, fleet.json, promised_checkpoint.json (until
-it is there), weight_sync.jsonl, summary.json, curves.png, tensorboard/, logs/, journal/, checkpoints/,
-weights/ (Hugging Face).
+runs/<name>/: asked.yaml, resolved.yaml, run.json, keys.json and service_keys.json (of the live run),
+phase.json, metrics.jsonl, learner_rows.jsonl (until the end), events.jsonl, fleet.json,
+promised_checkpoint.json (until it is there), weight_sync.jsonl, outcome.json, outcome.reserve, summary.json,
+curves.png, tensorboard/, logs/, journal/, checkpoints/, weights/ (Hugging Face).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.core.metrics import row_log
 
 TAIL_LINES, TAIL_BYTES = 20, 1 << 16
 STATE_DUMP = "[state-dump]"
-"""In hundreds of lines that a raylet writes as it ends."""
+"""Marks the lines of the state dump that a raylet logs as it exits; `tail` leaves them out."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RunDir:
 
     @property
     def asked(self) -> Path:
-        """The configuration as it was asked for, before anything was fetched or made. Mode 0600."""
+        """The configuration as it was submitted, before models and data were fetched. Mode 0600."""
         return self.path / "asked.yaml"
 
     @property
@@ -77,7 +77,7 @@ class RunDir:
         return row_log.paths_of(self.path)
 
     def remove_learner_rows(self) -> None:
-        """Remove the learner's own log: all that it holds is on record, or of a past that is given up."""
+        """Remove the learner's own log: its rows are in `metrics`, or of steps that a rollback discarded."""
         for path in self.learner_rows:
             path.unlink(missing_ok=True)
 
@@ -88,12 +88,12 @@ class RunDir:
 
     @property
     def reserve(self) -> Path:
-        """Room that is kept on the disk for how the run ended."""
+        """Preallocated file, given up so that `outcome` can be written to a full disk."""
         return self.path / "outcome.reserve"
 
     @property
     def identity(self) -> tuple[int, int] | None:
-        """Identity of the folder, which another of its name does not share; None if there is none."""
+        """Device and inode: tell this folder from a later one of its name; None if there is none."""
         try:
             found = self.path.stat()
         except FileNotFoundError:
@@ -102,7 +102,7 @@ class RunDir:
 
     @property
     def fleet(self) -> Path:
-        """State for a new supervisor of the same start: the services, and the reasons for each."""
+        """State from which a restarted supervisor goes on: the services, and why each was started again."""
         return self.path / "fleet.json"
 
     @property
@@ -130,14 +130,11 @@ class RunDir:
         return self.logs / f"{name}.log"
 
     def log_sizes(self) -> dict[str, int]:
-        """Return the bytes of each service's log: at the beginning of a life those of the lives before."""
+        """Return the bytes of each service's log: at a start of the run, those that earlier starts wrote."""
         return {path.stem: path.stat().st_size for path in self.logs.glob("*.log")}
 
     def tail(self, name: str, num_lines: int = TAIL_LINES) -> list[str]:
-        """Return the last lines of a service's log in this life of the run, without Ray's dumps of its state.
-
-        None if there is no log.
-        """
+        """Return the last lines of a service's log since this start of the run; none if there is no log."""
         live = read_live(self.live)
         before = live.log_sizes.get(name, 0) if live is not None else 0
         try:
@@ -158,8 +155,7 @@ def write_json(path: Path, value: Mapping[str, object], mode: int = 0o644, is_sy
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in `path`; None if there is no such file, or none that can be read.
 
-    A file that was not forced to the disk may be empty after the machine died: it is as if it had not been
-    written.
+    A file that was not synced may be empty after the machine died: it is as if it had not been written.
     """
     try:
         found = json.loads(path.read_bytes())

@@ -50,7 +50,7 @@ REFUSED = [
     {"add_generation_prompt": False},
     {"kv_transfer_params": {"prompt_token_ids": [1]}},
     {"vllm_xargs": {"a": 1}},
-    {"a_field_of_tomorrow": 1},
+    {"unknown_field": 1},
     {"tool_choice": "required"},
     {"tool_choice": {"type": "function", "function": {"name": "search"}}},
 ]
@@ -67,7 +67,7 @@ def test_a_sampling_parameter_that_differs_from_the_runs_is_replaced_and_named(f
     ("field", "rules"),
     [*((field, RULES) for field in REFUSED), *((field, STRICT) for field in DIFFERENT + REFUSED)],
 )
-def test_what_training_cannot_take_is_refused_by_name(field: dict[str, Any], rules: Rules):
+def test_an_untrainable_field_is_refused_by_name(field: dict[str, Any], rules: Rules):
     with pytest.raises(Refusal, match=f"'{next(iter(field))}' cannot be") as refused:
         admit({"messages": [HELLO], **field}, rules)
     assert (refused.value.status, refused.value.code) == (400, "not_trainable")
@@ -80,7 +80,7 @@ def test_a_sampling_parameter_that_is_no_number_is_refused(field: dict[str, Any]
 
 
 @pytest.mark.parametrize("rules", [RULES, STRICT])
-def test_what_says_nothing_is_let_through(rules: Rules):
+def test_default_values_and_harmless_fields_pass(rules: Rules):
     neutral = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "n": 1, "presence_penalty": 0, "seed": None}
     free = {"stop": ["."], "stream": True, "logprobs": True, "top_logprobs": 2, "max_tokens": 5, "user": "me"}
     body = {"messages": [HELLO], **neutral, **free, "logit_bias": {}, "response_format": {"type": "text"}}

@@ -147,7 +147,10 @@ MUTANTS = (
         "ghosts",
         "who was followed by another replica is not heard, and what it reads not written (both)",
         "zombie",
-        (Patch(ReceiverService, "_is_past", always(False)), Patch(StagingArea, "quarantine", always(None))),
+        (
+            Patch(ReceiverService, "_is_superseded", always(False)),
+            Patch(StagingArea, "quarantine", always(None)),
+        ),
     ),
     Mutant(
         "deadlines",
