@@ -9,26 +9,32 @@ Exit codes: 0 done, 1 the run or a command failed, 2 usage or configuration, 3 a
 
 from __future__ import annotations
 
+import importlib
+import math
 import os
+import pkgutil
 import sys
 from typing import Annotated
 
 import typer
 
 from asyncrl import __version__
-from asyncrl.cli import exits
-from asyncrl.cli.commands import bench, data, models, operating, preparing, reading, running
+from asyncrl.cli import commands, exits
 from asyncrl.cli.options import PLAIN, show_help
 from asyncrl.core.errors import AsyncrlError
 
 app = typer.Typer(help="Asynchronous reinforcement learning for language models.", **PLAIN)
-app.add_typer(running.app)
-app.add_typer(operating.app)
-app.add_typer(preparing.app)
-app.add_typer(reading.app)
-app.add_typer(models.app)
-app.add_typer(data.app, name="data")
-app.add_typer(bench.app, name="bench")
+
+
+def find_groups() -> list[typer.Typer]:
+    """Return the `app` of each module in `commands`, by its `PLACE` in the help; one without comes last."""
+    names = [f"{commands.__name__}.{one.name}" for one in pkgutil.iter_modules(commands.__path__)]
+    modules = sorted(map(importlib.import_module, names), key=lambda one: getattr(one, "PLACE", math.inf))
+    return [module.app for module in modules if hasattr(module, "app")]
+
+
+for group in find_groups():
+    app.add_typer(group)
 
 
 @app.callback(invoke_without_command=True)

@@ -115,3 +115,17 @@ def test_gsm8k_becomes_prompts_and_a_bad_row_is_refused(tmp_path):
 )
 def test_each_kind_of_error_has_its_exit_code(error, code):
     assert code_of(error) == code
+
+
+def test_a_file_in_the_folder_of_commands_is_a_command(tmp_path):
+    (tmp_path / "greeting.py").write_text(
+        "import typer\n\napp = typer.Typer()\n\n\n@app.command()\ndef greet() -> None:\n    print('hello')\n"
+    )
+    code = f"""
+from asyncrl.cli import commands
+commands.__path__.append({str(tmp_path)!r})
+from asyncrl.cli.app import main
+main()
+"""
+    done = asyncrl("greet", cwd=tmp_path, code=code)
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr

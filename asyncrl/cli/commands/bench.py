@@ -10,7 +10,8 @@ from asyncrl.cli.options import GROUP, show_help
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import function
 
-app = typer.Typer(help="Run a benchmark.", callback=show_help, **GROUP)
+PLACE = 7
+app = typer.Typer(name="bench", help="Run a benchmark.", callback=show_help, **GROUP)
 
 BENCHMARKS = {
     "all": "Measure the parts one after another; --quick takes at most five minutes.",

@@ -11,7 +11,8 @@ from asyncrl.cli import exits
 from asyncrl.cli.options import GROUP, show_help
 from asyncrl.core.variants import function
 
-app = typer.Typer(help="Make prompt files.", callback=show_help, **GROUP)
+PLACE = 6
+app = typer.Typer(name="data", help="Make prompt files.", callback=show_help, **GROUP)
 
 
 @app.command()

@@ -21,6 +21,7 @@ from asyncrl.cli.options import (
 )
 from asyncrl.core.variants import function
 
+PLACE = 5
 app = typer.Typer(**PLAIN)
 
 

@@ -10,6 +10,7 @@ import typer
 from asyncrl.cli import exits
 from asyncrl.cli.options import PLAIN, Run, RunOption, RunsDir, find_live, split_run
 
+PLACE = 2
 app = typer.Typer(**PLAIN)
 
 

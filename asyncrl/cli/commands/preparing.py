@@ -10,6 +10,7 @@ import typer
 from asyncrl.cli import exits
 from asyncrl.cli.options import PLAIN, AsJson, Overrides, RunsDir, complete_config, complete_run
 
+PLACE = 3
 app = typer.Typer(**PLAIN)
 
 
@@ -32,7 +33,7 @@ def init(
 
     No file is overwritten.
     """
-    from asyncrl.cli.commands.starter import write_starter
+    from asyncrl.cli.run.starter import write_starter
 
     written, recipes = write_starter(folder, preset)
     exits.show(*written)

@@ -21,6 +21,7 @@ from asyncrl.cli.options import (
     split_run,
 )
 
+PLACE = 4
 app = typer.Typer(**PLAIN)
 inspect = typer.Typer(help="Read a run's journals.", callback=show_help, **GROUP)
 app.add_typer(inspect, name="inspect")

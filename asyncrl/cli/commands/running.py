@@ -20,6 +20,7 @@ from asyncrl.cli.options import (
     one_of,
 )
 
+PLACE = 1
 app = typer.Typer(**PLAIN)
 
 

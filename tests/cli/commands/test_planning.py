@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import asyncrl as asyncrl_package
-from asyncrl.cli.commands.starter import SAME_AS_THE_EXAMPLE
 from asyncrl.cli.doctor import examination, machine, packages, ray
 from asyncrl.cli.doctor.finding import Finding
 from asyncrl.cli.run.difference import find_changes
+from asyncrl.cli.run.starter import SAME_AS_THE_EXAMPLE
 from asyncrl.core.config.load import dump_resolved, load_config
 from asyncrl.planner import plan
 from asyncrl.planner.plan.footprint.memory import HOST, count_parts
