@@ -16,9 +16,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import msgspec
 
 from asyncrl.core.errors import AsyncrlError, DeadlineExceeded, FencedError, WireError
 from asyncrl.core.rpc import Client
@@ -50,9 +51,9 @@ class Reset(wire.Instruction, frozen=True):
 
 @dataclass(frozen=True)
 class Introduction:
-    """Introduction of a peer: fields of a `Hello`, and the manifest of its version."""
+    """Introduction of a peer: its hello, which the session completes, and the manifest of its version."""
 
-    args: Mapping[str, Any]
+    hello: wire.ReceiverHello | wire.PublisherHello
     frames: Sequence[bytes] = ()
 
 
@@ -207,16 +208,12 @@ class CoordinatorSession:
         self._must_say_hello.clear()  # what is lost from here on is not in this introduction
         told = self._num_reports
         info = self._introduce()
-        hello = wire.Hello(
-            **info.args,
-            name=self._name,
-            incarnation=self._incarnation,
-            token=self._epoch.token,
-            born=self._born,
-            seq=next(self._hello_seqs),
-            told=told,
-        )
-        heard = client.ask(wire.HELLO, hello, info.frames, CALL_DEADLINE_S).message
+        stamp = {"token": self._epoch.token, "born": self._born, "seq": next(self._hello_seqs), "told": told}
+        hello = msgspec.structs.replace(info.hello, **stamp)
+        if isinstance(hello, wire.PublisherHello):
+            heard = client.ask(wire.PUBLISHER_HELLO, hello, info.frames, CALL_DEADLINE_S).message
+        else:
+            heard = client.ask(wire.HELLO, hello, info.frames, CALL_DEADLINE_S).message
         self._hear(heard.token)
         self._poll_s = heard.poll_s
         if heard.outdated:

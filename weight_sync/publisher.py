@@ -112,6 +112,7 @@ class PublisherService:
         self._pool = pool
         self._endpoint = endpoint
         self._transfers = TransferExecutor(runtime, make_transport)
+        self._incarnation = incarnation
         self._session = CoordinatorSession(
             runtime, coordinator_address, PUBLISHER, incarnation, self._introduce, self._deliver, client_keys
         )
@@ -248,12 +249,14 @@ class PublisherService:
 
     def _introduce(self) -> Introduction:
         current = self._current
-        args = {
-            "store_host": self._endpoint.store_host,
-            "store_port": self._endpoint.store_port,
-            "abilities": list(self._endpoint.abilities),
-        }
-        return Introduction(args, [current.to_bytes()] if current else [])
+        hello = told.PublisherHello(
+            name=PUBLISHER,
+            incarnation=self._incarnation,
+            abilities=tuple(self._endpoint.abilities),
+            store_host=self._endpoint.store_host,
+            store_port=self._endpoint.store_port,
+        )
+        return Introduction(hello, [current.to_bytes()] if current else [])
 
     def _deliver(self, order: told.Instruction, manifest: bytes) -> None:
         self._server.call_soon(partial(self._obey, order))

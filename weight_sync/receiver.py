@@ -110,6 +110,7 @@ class ReceiverService:
         self._server = Server(runtime, bind, keys.server if keys else None, limits_of(bounds), REPLICA_OPS)
         self._bounds = bounds
         client_keys = keys.client if keys else None
+        self._name, self._incarnation = name, incarnation
         self._staging = staging
         self._abilities = abilities
         self._clock: Clock = runtime
@@ -284,15 +285,17 @@ class ReceiverService:
 
     def _introduce(self) -> Introduction:
         return Introduction(
-            {
-                "abilities": list(self._abilities),
-                "serving": self._serving,
-                "staged": max(self._staging.newest_verified, self._staging.taken_number),
-                "attended": self._is_attended,
-                "pinned": self._pin.is_held,
-                "draining": self._is_draining,
-                "base": self._staging.base_number,
-            }
+            told.ReceiverHello(
+                name=self._name,
+                incarnation=self._incarnation,
+                abilities=self._abilities,
+                serving=self._serving,
+                staged=max(self._staging.newest_verified, self._staging.taken_number),
+                attended=self._is_attended,
+                pinned=self._pin.is_held,
+                draining=self._is_draining,
+                base=self._staging.base_number,
+            )
         )
 
     def _deliver(self, order: told.Instruction, manifest: bytes) -> None:

@@ -18,7 +18,8 @@ from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from weight_sync.coordination.order_queue import OrderQueue
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
 from weight_sync.memory.staging_area import Copy, StagingArea
-from weight_sync.protocol.members import MemberInfo, PublisherInfo
+from weight_sync.protocol.members import PublisherInfo
+from weight_sync.protocol.messages import ReceiverHello
 from weight_sync.protocol.peer import CoordinatorEpoch, EpochCheck, RoundTracker, Stage
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import NEVER, Order
@@ -191,15 +192,15 @@ class ModelReceiver(Peer):
         self.loading: Copy | None = None
 
     def introduce(self, coordination: Coordination, now: float) -> bool:
-        info = MemberInfo(
-            self.name,
-            self.incarnation,
-            GLOO,
+        info = ReceiverHello(
+            name=self.name,
+            incarnation=self.incarnation,
+            abilities=tuple(GLOO),
             serving=self.serving,
             staged=self.staging.newest_verified,
-            is_attended=self.is_attended,
-            is_pinned=self.is_pinned,
-            is_draining=self.is_draining,
+            attended=self.is_attended,
+            pinned=self.is_pinned,
+            draining=self.is_draining,
             born=self.born,
         )
         return coordination.hello(info, now)

@@ -88,9 +88,9 @@ def test_a_false_publishers_manifest_is_refused_by_the_coordinator(cluster: Clus
     info = PUBLISHER_INFO | {"name": "publisher", "incarnation": "false", "born": 0}
     for data in (manifest_of(2 << 30).to_bytes(), MAPS):
         with pytest.raises(WireError, match=r"manifest|takes up to"):
-            false.call("hello", [data], deadline_s=30.0, **info)
+            false.call("publisher_hello", [data], deadline_s=30.0, **info)
     with pytest.raises((WireError, DeadlineExceeded)):  # over any limit: its connection ends
-        false.call("hello", [bytes(24 << 20)], deadline_s=1.0, **info)
+        false.call("publisher_hello", [bytes(24 << 20)], deadline_s=1.0, **info)
     false.close()
 
 

@@ -20,7 +20,6 @@ from weight_sync.protocol.messages import MAX_ABILITIES, MAX_TEXT
 from weight_sync.protocol.protocol import Coordination
 
 WHO = {"name": "receiver.0", "incarnation": "1"}
-SEAT = {"abilities": ["gloo"], "store_host": "127.0.0.1", "store_port": 9}
 
 
 @pytest.fixture
@@ -50,9 +49,15 @@ TOO_MUCH: tuple[dict[str, Any], ...] = (
     {"abilities": [None]},
     {"abilities": ["gloo"] * (MAX_ABILITIES + 1)},
     {"abilities": ["g" * (MAX_TEXT + 1)]},
-    {"name": "publisher", **SEAT, "abilities": [{}]},
-    {"name": "publisher", **SEAT, "store_host": "h" * (MAX_TEXT + 1)},
+    {"name": "publisher"},
 )
+PUBLISHER = {
+    "name": "publisher",
+    "incarnation": "1",
+    "abilities": ["gloo"],
+    "store_host": "127.0.0.1",
+    "store_port": 9,
+}
 
 
 @pytest.mark.parametrize("changes", TOO_MUCH, ids=lambda changes: str(list(changes.items())[-1])[:40])
@@ -65,13 +70,25 @@ def test_a_peer_whose_name_or_abilities_are_none_is_refused_and_not_remembered(
     assert client.call("hello", deadline_s=30.0, **INFO, **WHO).args["welcome"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"abilities": [{}]}, {"store_host": "h" * (MAX_TEXT + 1)}, {"name": "receiver.0"}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_publisher_whose_name_address_or_abilities_are_none_is_refused(
+    client: Client, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(WireError):
+        client.call("publisher_hello", deadline_s=30.0, **PUBLISHER | changes)
+    assert client.call("publisher_hello", deadline_s=30.0, **PUBLISHER).args["welcome"]
+
+
 @pytest.mark.parametrize("name", ["serving", "staged", "attended", "pinned", "store_host", "store_port"])
 def test_a_hello_that_leaves_out_what_counts_is_refused(client: Client, name: str) -> None:
-    is_seat = name in SEAT
-    said = SEAT | {"name": "publisher", "incarnation": "1"} if is_seat else {**INFO, **WHO}
-    with pytest.raises(WireError, match=f"the field '{name}' is missing"):
-        client.call("hello", deadline_s=30.0, **{key: value for key, value in said.items() if key != name})
-    assert client.call("hello", deadline_s=30.0, **said).args["welcome"]
+    operation, said = ("publisher_hello", PUBLISHER) if name in PUBLISHER else ("hello", {**INFO, **WHO})
+    with pytest.raises(WireError, match=name):
+        client.call(operation, deadline_s=30.0, **{key: value for key, value in said.items() if key != name})
+    assert client.call(operation, deadline_s=30.0, **said).args["welcome"]
 
 
 def test_a_reason_that_a_peer_reports_is_cut(client: Client, tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_a_publisher_whose_place_is_taken_takes_no_more_versions(cluster):
     assert publisher_client.has_room()
     elsewhere = {"abilities": ["gloo"], "store_host": "127.0.0.1", "store_port": 1, "born": 1 << 50}
     cluster.coordinator.client.call(
-        "hello", deadline_s=WAIT_S, name=PUBLISHER, incarnation="elsewhere", **elsewhere
+        "publisher_hello", deadline_s=WAIT_S, name=PUBLISHER, incarnation="elsewhere", **elsewhere
     )
     wait_until(lambda: not publisher_client.has_room(), "the publisher to be refused")
     assert not publisher_client.has_lost() and not publisher_client.has_lost(), (

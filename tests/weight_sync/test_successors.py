@@ -21,7 +21,7 @@ from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.runtimes import ManualRuntime
 from tests.threads import in_thread
 from tests.weight_sync.protocol.test_protocol_machine import EVERYONE, ProtocolMachine
-from tests.weight_sync.protocol.world import TIMING
+from tests.weight_sync.protocol.world import TIMING, receiver_hello
 from tests.weight_sync.sides import ModelReceiver, Peer, manifest_of
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordinator_session import MAX_TRIES, CoordinatorSession, Introduction, _Report
@@ -123,7 +123,8 @@ class Caller:
 
     def say_hello(self) -> None:
         args = {**self._who, **self._info, "born": 1, "token": self._token}
-        self._token = self._reports.call("hello", self._frames, WAIT_S, **args).args["token"]
+        operation = "publisher_hello" if self._who["name"] == PUBLISHER else "hello"
+        self._token = self._reports.call(operation, self._frames, WAIT_S, **args).args["token"]
 
     def report(self, event: str, **fields: Any) -> None:
         args = {**self._who, "token": self._token, "event": event, "fields": fields}
@@ -194,15 +195,15 @@ def test_a_poll_for_orders_of_a_dead_coordinator_takes_none_of_its_successor_awa
 
 
 @contextmanager
-def silent_liaison(address: str, heard: list[str]) -> Iterator[CoordinatorSession]:
+def silent_session(address: str, heard: list[str]) -> Iterator[CoordinatorSession]:
     """A receiver's session whose threads do not run: the test does one thing after another."""
-    info = {"abilities": ["gloo"], "serving": 0, "staged": 0, **FLAGS}
+    hello = receiver_hello("receiver.0", "1", **FLAGS)
     made = CoordinatorSession(
         ThreadRuntime(),
         address,
         "receiver.0",
         "1",
-        lambda: Introduction(info),
+        lambda: Introduction(hello),
         lambda order, _: heard.append(order.kind),
     )
     try:
@@ -216,7 +217,7 @@ def test_a_report_that_finds_a_new_coordinator_is_taken_after_one_hello(tmp_path
     """If it is not, a second hello follows, which ends the round that the first one has begun."""
     address = f"ipc://{tmp_path}/c"
     heard: list[str] = []
-    with coordinator(7, address), silent_liaison(address, heard) as session:
+    with coordinator(7, address), silent_session(address, heard) as session:
         assert session._try_report(_Report(Attended(), (), 1))
         assert not heard and not session._must_say_hello.is_set()
 
@@ -246,7 +247,7 @@ def test_who_is_told_that_it_is_unknown_says_no_hello_if_its_other_thread_has_do
 ) -> None:
     """A second hello would end the round that the first one has begun."""
     address = f"ipc://{tmp_path}/c"
-    with silent_liaison(address, []) as session:
+    with silent_session(address, []) as session:
 
         def answer(op: str) -> dict[str, Any]:
             if op == "hello":
@@ -278,7 +279,7 @@ class PassingLock:
 
 def test_who_has_waited_for_the_hello_of_its_other_thread_says_no_second_one(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/c"
-    with silent_liaison(address, []) as session:
+    with silent_session(address, []) as session:
         session._hello_lock = PassingLock(session)  # type: ignore[assignment]
         with answering(address, lambda op: {"known": session._session > 0}) as asked:
             assert session._try_report(_Report(Attended(), (), 1))
@@ -287,7 +288,7 @@ def test_who_has_waited_for_the_hello_of_its_other_thread_says_no_second_one(tmp
 
 def test_a_hello_with_an_answer_that_cannot_be_read_is_said_again(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/c"
-    with silent_liaison(address, []) as session, answering(address, lambda op: {}):
+    with silent_session(address, []) as session, answering(address, lambda op: {}):
         session._must_say_hello.set()
         with pytest.raises(WireError):
             session._say_hello(session._reports_client, 0)
@@ -296,7 +297,7 @@ def test_a_hello_with_an_answer_that_cannot_be_read_is_said_again(tmp_path: Path
 
 def test_reports_go_on_after_one_that_found_no_descriptor_left(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/c"
-    with silent_liaison(address, []) as session:
+    with silent_session(address, []) as session:
         introduce, failures = session._introduce, [OSError(24, "Too many open files")] * MAX_TRIES
 
         def introduce_later() -> Introduction:
@@ -322,7 +323,7 @@ def test_reports_go_on_after_one_that_found_no_descriptor_left(tmp_path: Path) -
 
 def test_a_report_that_is_refused_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     address = f"ipc://{tmp_path}/c"
-    with silent_liaison(address, []) as session:
+    with silent_session(address, []) as session:
 
         def refuse(op: str) -> dict[str, Any]:
             session._stop.set()  # so that nobody waits for the next try
@@ -340,14 +341,14 @@ def test_a_connection_that_cannot_be_made_anew_leaves_the_one_there_is(
     def fail(*arguments: object) -> Client:
         raise OSError(24, "Too many open files")
 
-    with silent_liaison(f"ipc://{tmp_path}/c", []) as session, monkeypatch.context() as patched:
+    with silent_session(f"ipc://{tmp_path}/c", []) as session, monkeypatch.context() as patched:
         patched.setattr("weight_sync.coordinator_session.Client", fail)
         assert session._connect_anew(session._orders_client) is session._orders_client
 
 
 @pytest.mark.long
 def test_a_hello_that_nobody_answered_is_said_again(tmp_path: Path) -> None:
-    with silent_liaison(f"ipc://{tmp_path}/nobody", []) as session:
+    with silent_session(f"ipc://{tmp_path}/nobody", []) as session:
         session._must_say_hello.set()
         with pytest.raises(AsyncrlError):
             session._say_hello(session._reports_client, 0)

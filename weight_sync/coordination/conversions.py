@@ -1,16 +1,14 @@
-"""Hellos as the records that the coordinator keeps, and its records as status (pure)."""
+"""Records of the coordinator: its publisher from a hello, its members and rounds as status (pure)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
 
-from asyncrl.core.errors import WireError
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.service_status import MemberStatus, RoundStatus
 from asyncrl.core.states import ServiceState
-from weight_sync.protocol.members import Member, MemberInfo, PublisherInfo
-from weight_sync.protocol.messages import Hello
+from weight_sync.protocol.members import Member, PublisherInfo
+from weight_sync.protocol.messages import PublisherHello
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Round
 
@@ -60,38 +58,13 @@ def _round_status(round_: Round, now: float) -> RoundStatus:
     )
 
 
-T = TypeVar("T")
-
-
-def publisher_info_of(hello: Hello, now: float) -> PublisherInfo:
-    """Return the publisher that says hello. Raises WireError if it leaves out where receivers meet it."""
+def publisher_info_of(hello: PublisherHello, now: float) -> PublisherInfo:
+    """Return the publisher that says hello."""
     return PublisherInfo(
         hello.incarnation,
         frozenset(hello.abilities),
-        _said("store_host", hello.store_host),
-        _said("store_port", hello.store_port),
+        hello.store_host,
+        hello.store_port,
         now,
         born=hello.born,
     )
-
-
-def member_info_of(hello: Hello) -> MemberInfo:
-    """Return what a receiver says of itself. Raises WireError if it leaves out what it holds."""
-    return MemberInfo(
-        hello.name,
-        hello.incarnation,
-        frozenset(hello.abilities),
-        serving=_said("serving", hello.serving),
-        staged=_said("staged", hello.staged),
-        is_attended=_said("attended", hello.attended),
-        is_pinned=_said("pinned", hello.pinned),
-        is_draining=hello.draining,
-        born=hello.born,
-        base=hello.base,
-    )
-
-
-def _said(name: str, value: T | None) -> T:
-    if value is None:
-        raise WireError(f"'hello': the field '{name}' is missing")
-    return value

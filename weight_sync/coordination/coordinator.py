@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,7 +39,6 @@ from asyncrl.core.staleness import PolicyVersion
 from asyncrl.core.states import ServiceState
 from weight_sync.bounds import limits_of
 from weight_sync.coordination.conversions import (
-    member_info_of,
     members_status,
     obstacles_of,
     publisher_info_of,
@@ -96,7 +96,8 @@ class CoordinatorService:
         self._snapshot = self._describe(ServiceState.STARTING)
         self._ops = Operations("the coordinator")
         self._ops.add(wire.STATUS, lambda _, __: self._snapshot)
-        self._add(wire.HELLO, self._welcome)
+        self._add(wire.HELLO, lambda _, asked: self._welcome(asked, partial(self._coordination.hello, asked)))
+        self._add(wire.PUBLISHER_HELLO, self._welcome_publisher)
         self._add(wire.NEXT_ORDER, self._park)
         self._add(wire.REPORT, self._take_report)
 
@@ -158,7 +159,19 @@ class CoordinatorService:
 
     # --- hellos -----------------------------------------------------------------------------------
 
-    def _welcome(self, request: Request, asked: wire.Hello) -> wire.Welcome:
+    def _welcome_publisher(self, request: Request, asked: wire.PublisherHello) -> wire.Welcome:
+        def join(now: float) -> bool:
+            current = self._take_manifest(request)
+            return self._coordination.publisher_hello(publisher_info_of(asked, now), current, now)
+
+        return self._welcome(asked, join)
+
+    def _welcome(self, asked: wire.Hello, join: Callable[[float], bool]) -> wire.Welcome:
+        """Let a peer join, unless it has said something later.
+
+        Args:
+            join: Called with the time; returns whether the peer is welcome.
+        """
         name, incarnation = asked.name, asked.incarnation
         if asked.seq and not self._hellos.is_new(name, incarnation, asked.seq):
             # It was read behind a later one, and its info is old: a member would be thought to serve nothing.
@@ -166,14 +179,7 @@ class CoordinatorService:
         if asked.told is not None and asked.told < self._reports.newest(name, incarnation):
             # A report that was made after its info was read before it: the info would undo what that said.
             return self._answer_hello(is_welcome=True, is_outdated=True)
-        now = self._clock.now()
-        is_welcome = (
-            self._coordination.publisher_hello(
-                publisher_info_of(asked, now), self._take_manifest(request), now
-            )
-            if name == PUBLISHER
-            else self._coordination.hello(member_info_of(asked), now)
-        )
+        is_welcome = join(self._clock.now())
         if is_welcome:
             box = self._order_queues.get(name)
             if box is not None and box.parked is not None:

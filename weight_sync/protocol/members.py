@@ -43,35 +43,13 @@ _OFFERABLE = (MemberState.STARTING, MemberState.SYNCING, MemberState.READY)
 MAX_LONE_ROUNDS = 32
 
 
-@dataclass(frozen=True)
-class MemberInfo:
-    """Self-description of a receiver in its hello; 0 stands for no version.
-
-    Attributes:
-        born: Start of its process, in milliseconds of the wall clock; an older one is refused while a
-            newer one lives under the same name.
-        base: Version number whose bytes it keeps, verified, so that a difference to it can be sent.
-    """
-
-    name: str
-    incarnation: str
-    abilities: frozenset[str]
-    serving: int = UNLOADED
-    staged: int = UNLOADED
-    is_attended: bool = False
-    is_pinned: bool = False
-    is_draining: bool = False
-    born: int = 0
-    base: int = UNLOADED
-
-
 @dataclass
 class PublisherInfo:
     """The publisher as the coordinator knows it.
 
     Attributes:
         is_missed: It has been blamed for its silence and has not spoken since.
-        born: As in `MemberInfo`.
+        born: As in `Hello`.
     """
 
     incarnation: str
@@ -95,7 +73,7 @@ class Member:
         is_attended: A replica has asked for weights, so a commit will be taken up.
         is_unheard: It came back from the dead and its replica has not spoken since: what the hello says
             of it is not believed.
-        base: As in `MemberInfo`.
+        base: As in `ReceiverHello`.
         staging: Version number in transfer to it.
         staged: Verified version number that waits for its turn to swap.
         swapping: Version number that the engine was told to load.

@@ -23,6 +23,8 @@ MAX_ABILITIES = 16
 _BELOW_4096 = r"[0-9]|[1-9][0-9]{1,2}|[1-3][0-9]{3}|40[0-8][0-9]|409[0-5]"
 PeerName = Annotated[str, Meta(pattern=rf"\A(publisher|receiver\.({_BELOW_4096}))\Z")]
 """There is one publisher; receivers are numbered below 4,096, so that what is kept of them is bounded."""
+PublisherName = Annotated[str, Meta(pattern=r"\Apublisher\Z")]
+ReceiverName = Annotated[str, Meta(pattern=rf"\Areceiver\.({_BELOW_4096})\Z")]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
@@ -35,29 +37,44 @@ class OfPeer(Message, frozen=True, kw_only=True):
 
 
 class Hello(OfPeer, frozen=True, kw_only=True):
-    """Introduction of a peer: the publisher says where receivers meet it, a receiver what it holds.
+    """Introduction of a peer.
 
     Attributes:
-        store_host, store_port: Of the publisher, who must say both.
-        serving, staged, attended, pinned: Of a receiver, who must say all four.
-        born: Start of its process, in milliseconds of the wall clock.
+        born: Start of its process, in milliseconds of the wall clock; an older one is refused while a newer
+            one lives under the same name.
         seq: Number of the hello; one that is read behind a later one says nothing. 0 for none.
         told: Number of the last report that it was written after; None from who does not count.
-        base: Version number whose bytes a receiver keeps, verified.
     """
 
     abilities: Annotated[tuple[Text, ...], Meta(max_length=MAX_ABILITIES)]
-    store_host: Text | None = None
-    store_port: int | None = None
-    serving: int | None = None
-    staged: int | None = None
-    attended: bool | None = None
-    pinned: bool | None = None
-    draining: bool = False
-    base: int = UNLOADED
     born: int = 0
     seq: int = 0
     told: int | None = None
+
+
+class ReceiverHello(Hello, frozen=True, kw_only=True):
+    """Introduction of a receiver, with what it holds; 0 stands for no version.
+
+    Attributes:
+        attended: A replica has asked it for weights. pinned: It is held at its version for an evaluation.
+        base: Version number whose bytes it keeps, verified, so that a difference to it can be sent.
+    """
+
+    name: ReceiverName
+    serving: int
+    staged: int
+    attended: bool
+    pinned: bool
+    draining: bool = False
+    base: int = UNLOADED
+
+
+class PublisherHello(Hello, frozen=True, kw_only=True):
+    """Introduction of the publisher, with the address at which receivers meet it."""
+
+    name: PublisherName
+    store_host: Text
+    store_port: int
 
 
 class Welcome(Message, frozen=True):
@@ -108,7 +125,8 @@ class Reported(Message, frozen=True):
     known: bool
 
 
-HELLO = Operation("hello", Hello, Welcome)
+HELLO = Operation("hello", ReceiverHello, Welcome)
+PUBLISHER_HELLO = Operation("publisher_hello", PublisherHello, Welcome)
 NEXT_ORDER = Operation("next_order", NextOrder, Orders)
 REPORT = Operation("report", Report, Reported)
 STATUS = Operation("status", AskStatus, CoordinatorStatus)

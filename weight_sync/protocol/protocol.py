@@ -16,8 +16,8 @@ from collections.abc import Mapping
 
 from asyncrl.core.files.sync_records import Record
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
-from weight_sync.protocol.members import Member, MemberInfo, MemberState, PublisherInfo
-from weight_sync.protocol.messages import Withdraw
+from weight_sync.protocol.members import Member, MemberState, PublisherInfo
+from weight_sync.protocol.messages import ReceiverHello, Withdraw
 from weight_sync.protocol.round_manager import RoundManager
 from weight_sync.protocol.rounds import (
     DIGEST,
@@ -128,7 +128,7 @@ class Coordination:
 
     # --- membership -------------------------------------------------------------------------------
 
-    def hello(self, info: MemberInfo, now: float) -> bool:
+    def hello(self, info: ReceiverHello, now: float) -> bool:
         """A receiver joins, or joins again; it gets the newest version in the next round.
 
         Returns:
@@ -147,7 +147,7 @@ class Coordination:
         else:
             inherited = self._inherited_fences.pop(info.name, None)
             fence = known.fenced_until if known is not None else inherited
-            known = Member(info.name, info.incarnation, info.abilities, now, fenced_until=fence)
+            known = Member(info.name, info.incarnation, frozenset(info.abilities), now, fenced_until=fence)
             self.members[info.name] = known
             self._swap_scheduler.forget(info.name)
             self._rounds.forget(info.name)
@@ -155,7 +155,7 @@ class Coordination:
         self._note_change(now)
         return True
 
-    def _is_usurped(self, known: Member, info: MemberInfo, now: float) -> bool:
+    def _is_usurped(self, known: Member, info: ReceiverHello, now: float) -> bool:
         if known.incarnation == info.incarnation:
             return known.state is MemberState.RETIRED
         is_alive = known.is_listening and not self._state.is_silent(known.last_seen, now)
@@ -172,11 +172,11 @@ class Coordination:
         if member.is_unheard:
             self._state.order(member.name, Withdraw())
 
-    def _take_info(self, member: Member, info: MemberInfo, now: float) -> None:
+    def _take_info(self, member: Member, info: ReceiverHello, now: float) -> None:
         member.serving, member.last_seen, member.born = info.serving, now, info.born
-        member.is_attended = info.is_attended and not member.is_unheard
-        member.is_pinned, member.base = info.is_pinned, info.base
-        if info.is_draining and member.is_listening:
+        member.is_attended = info.attended and not member.is_unheard
+        member.is_pinned, member.base = info.pinned, info.base
+        if info.draining and member.is_listening:
             member.move(MemberState.DRAINING)
         if info.staged > info.serving:
             self._swap_scheduler.ask(member, info.staged)

@@ -14,7 +14,8 @@ from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from asyncrl.planner.rates import Rates
 from asyncrl.planner.setting import DEAD_S, HEARTBEAT_S, SILENCE_S, TICK_S, Setting
 from asyncrl.planner.world import Actor, Args, World
-from weight_sync.protocol.members import MemberInfo, PublisherInfo
+from weight_sync.protocol.members import PublisherInfo
+from weight_sync.protocol.messages import ReceiverHello
 from weight_sync.protocol.peer import Pin, RoundTracker
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import ABORTED, SUPERSEDED, Timing
@@ -216,14 +217,14 @@ class ReceiverActor(Actor):
         self._at_once = max(1, setting.parallelism // max(1, members))
 
     def begin(self) -> None:
-        info = MemberInfo(
-            self.name,
-            self.name,
-            ABILITIES,
+        info = ReceiverHello(
+            name=self.name,
+            incarnation=self.name,
+            abilities=tuple(ABILITIES),
             serving=UNLOADED,
             staged=UNLOADED,
-            is_attended=False,
-            is_pinned=False,
+            attended=False,
+            pinned=False,
             born=1,
         )
         self.tell(COORDINATOR_NAME, "hello", info=info)

@@ -10,8 +10,9 @@ import time
 from collections import deque
 
 from asyncrl.core.errors import SyncError
-from asyncrl.core.staleness import PolicyVersion
-from weight_sync.protocol.members import MemberInfo, PublisherInfo
+from asyncrl.core.staleness import UNLOADED, PolicyVersion
+from weight_sync.protocol.members import PublisherInfo
+from weight_sync.protocol.messages import ReceiverHello
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import Order, Timing
 
@@ -32,7 +33,16 @@ class SyncFleet:
         self._now_s = 0.0
         self._coordination.publisher_hello(PublisherInfo(INCARNATION, ABILITIES, "", 0, 0.0), None, 0.0)
         for name in self._names:
-            self._coordination.hello(MemberInfo(name, INCARNATION, ABILITIES, is_attended=True), 0.0)
+            info = ReceiverHello(
+                name=name,
+                incarnation=INCARNATION,
+                abilities=tuple(ABILITIES),
+                serving=UNLOADED,
+                staged=UNLOADED,
+                attended=True,
+                pinned=False,
+            )
+            self._coordination.hello(info, 0.0)
         self._coordination.take_orders()
 
     def sync(self, num_versions: int) -> float:

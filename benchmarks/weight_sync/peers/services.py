@@ -32,7 +32,7 @@ from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.staging import Staged, open_tensors
-from weight_sync.protocol.members import MemberInfo
+from weight_sync.protocol.messages import ReceiverHello
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import Order, Timing
 from weight_sync.publisher_client import PublisherClient
@@ -48,9 +48,9 @@ class TimedCoordination(Coordination):
 
     pipe: Connection
 
-    def hello(self, card: MemberInfo, now: float) -> bool:
-        self.pipe.send(("hello", card.name, 0, now_s()))
-        return super().hello(card, now)
+    def hello(self, info: ReceiverHello, now: float) -> bool:
+        self.pipe.send(("hello", info.name, 0, now_s()))
+        return super().hello(info, now)
 
     def take_orders(self) -> list[Order]:
         orders = super().take_orders()

@@ -162,21 +162,19 @@ class CoordinatorAbuse:
         if kind == 0:
             return [header("next_order", after=self._number(), **who)]
         if kind == 1:
-            return [header("hello", **who, **self._card()), *frames]
+            operation = dice.choice(("hello", "hello", "publisher_hello"))
+            return [header(operation, **who, **self._hello(is_publisher=operation != "hello")), *frames]
         return [header("report", event=dice.choice(EVENTS), fields=self._fields(), **who), *frames]
 
-    def _card(self) -> dict[str, Any]:
+    def _hello(self, *, is_publisher: bool) -> dict[str, Any]:
         dice = self._dice
         abilities = dice.choice((["gloo"], [], [[]], ["gloo", "nccl"], [1, None], ["g" * 5000]))
-        numbers = {name: self._number() for name in ("serving", "staged", "born", "base", "store_port")}
-        flags = {name: dice.random() < 0.3 for name in ("attended", "pinned", "draining")}
         marks = {name: self._number() for name in ("seq", "told")} if dice.random() < 0.3 else {}
-        return (
-            {"abilities": abilities, "store_host": "h" * dice.choice((9, 9, 9, 5000))}
-            | numbers
-            | flags
-            | marks
-        )
+        said = {"abilities": abilities, "born": self._number()} | marks
+        if is_publisher:
+            return said | {"store_host": "h" * dice.choice((9, 9, 9, 5000)), "store_port": self._number()}
+        numbers = {name: self._number() for name in ("serving", "staged", "base")}
+        return said | numbers | {name: dice.random() < 0.3 for name in ("attended", "pinned", "draining")}
 
     def _fields(self) -> dict[str, Any]:
         dice = self._dice

@@ -62,7 +62,7 @@ def attempts(false: FalseVersion) -> Iterator[tuple[str, str, dict[str, Any], li
     yield "publisher.0", "open", {"token": TOKEN}, []
     yield "publisher.0", "acquire", {"token": TOKEN, "num_bytes": false.num_bytes}, []
     yield "publisher.0", "commit", {"token": TOKEN, "path": false.path}, [false.manifest]
-    yield "weight_sync.0", "hello", peer | meets, [false.manifest]
+    yield "weight_sync.0", "publisher_hello", peer | meets, [false.manifest]
     yield "weight_sync.0", "orders", peer | {"after": 0}, []
     yield "weight_sync.0", "report", peer | {"event": "published", "fields": {}}, [false.manifest]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.core.staleness import PolicyVersion
-from tests.weight_sync.protocol.world import GLOO, TIMING, PromptCoordination, World
-from weight_sync.protocol.members import ALLOWED, Member, MemberInfo, MemberState, PublisherInfo
+from tests.weight_sync.protocol.world import GLOO, TIMING, PromptCoordination, World, receiver_hello
+from weight_sync.protocol.members import ALLOWED, Member, MemberState, PublisherInfo
 from weight_sync.protocol.protocol import PUBLISHER
 
 
@@ -196,7 +196,7 @@ def test_no_more_than_parallelism_swap_at_once(parallelism):
 
 def test_a_member_without_a_replica_holds_no_permit():
     world = World()
-    world.coordination.hello(MemberInfo("a", "1", GLOO), world.now)
+    world.coordination.hello(receiver_hello("a", "1", GLOO), world.now)
     world.join("b")
     world.publish(1)
     world.obey("a", "b")
@@ -359,7 +359,7 @@ def test_nccl_is_used_only_if_every_member_can():
     for abilities, wanted in ((both, "nccl"), (GLOO, "gloo")):
         coordination = PromptCoordination(TIMING, backend="nccl")
         coordination.publisher_hello(PublisherInfo("p", both, "127.0.0.1", 1, 0.0), PolicyVersion(1, 0), 0.0)
-        coordination.hello(MemberInfo("a", "1", abilities), 0.0)
+        coordination.hello(receiver_hello("a", "1", abilities), 0.0)
         coordination.accepted("a", 1, 0.0)
         assert [o.fields["backend"] for o in coordination.take_orders() if o.kind == "transfer"] == [
             wanted

@@ -19,6 +19,7 @@ from asyncrl.core.files.sync_records import BlameRecord, StartRecord
 from asyncrl.core.rpc import Client, Request, Server
 from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.threads import in_thread
+from tests.weight_sync.protocol.world import receiver_hello
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import (
     JOURNAL_FILE,
@@ -171,7 +172,7 @@ def test_a_full_disk_ends_no_coordinator(tmp_path):
     Journal(tmp_path, 1).note(BlameRecord("a", "silent", 1))
 
 
-# --- coordinators and liaisons over real sockets ---------------------------------------------------
+# --- coordinators and sessions over real sockets ---------------------------------------------------
 
 
 @contextmanager
@@ -196,8 +197,9 @@ def session(address: str, incarnation: str, heard: list[Instruction]) -> Iterato
     def deliver(order: Instruction, _: bytes) -> None:
         heard.append(order)
 
+    hello = receiver_hello("receiver.0", incarnation)
     made = CoordinatorSession(
-        ThreadRuntime(), address, "receiver.0", incarnation, lambda: Introduction(INFO), deliver
+        ThreadRuntime(), address, "receiver.0", incarnation, lambda: Introduction(hello), deliver
     )
     made.start()
     try:
@@ -336,7 +338,7 @@ def test_a_peer_that_cannot_introduce_itself_tries_again_whatever_the_error_was(
     def introduce() -> Introduction:
         if errors:
             raise errors.pop()
-        return Introduction(INFO)
+        return Introduction(receiver_hello("receiver.0", "1"))
 
     with coordinator(token=5) as service:
         made = CoordinatorSession(
@@ -355,7 +357,7 @@ def test_a_hello_that_a_report_overtakes_is_said_again_with_what_has_changed():
         return service._coordination.members["receiver.0"].is_pinned
 
     def introduce() -> Introduction:
-        infos.append(INFO | {"attended": True, "pinned": len(infos) == 1})
+        infos.append(receiver_hello("receiver.0", "1", attended=True, pinned=len(infos) == 1))
         if len(infos) == 2:
             made.report(Unpinned())  # after its state was read, and heard before its hello
             wait_until(lambda: not is_pinned())

@@ -14,10 +14,10 @@ from asyncrl.core.rpc import Request
 from asyncrl.core.runtime.threads import ThreadEvent
 from asyncrl.core.staleness import PolicyVersion
 from tests.runtimes import ManualRuntime
-from tests.weight_sync.protocol.world import GLOO, TIMING, World
+from tests.weight_sync.protocol.world import GLOO, TIMING, World, receiver_hello
 from weight_sync.coordination.coordinator import DESCRIBE_S, CoordinatorService
 from weight_sync.coordination.journal import read_fences
-from weight_sync.protocol.members import MemberInfo, PublisherInfo
+from weight_sync.protocol.members import PublisherInfo
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.round_manager import RoundManager
 from weight_sync.protocol.rounds import Timing
@@ -148,7 +148,7 @@ def test_a_successor_in_the_turn_of_its_forerunner_s_abort_is_ordered_nothing_of
     """It would answer that it had not begun to send, and be blamed for it."""
     with serving(tmp_path) as (service, coordination, clock):
         publisher = {"abilities": ["gloo"], "store_host": "h", "store_port": 1}
-        service.handle(Asked("hello", name=PUBLISHER, incarnation="p1", born=1, **publisher))
+        service.handle(Asked("publisher_hello", name=PUBLISHER, incarnation="p1", born=1, **publisher))
         coordination.published(PolicyVersion(1, 0), clock.now())
         service.end_turn()
         assert coordination.round is not None
@@ -157,7 +157,7 @@ def test_a_successor_in_the_turn_of_its_forerunner_s_abort_is_ordered_nothing_of
         service.end_turn()
         clock.advance(0.1)
         report(service, 2, "failed", round=number, cause="transport")
-        service.handle(Asked("hello", name=PUBLISHER, incarnation="p2", born=2, **publisher))
+        service.handle(Asked("publisher_hello", name=PUBLISHER, incarnation="p2", born=2, **publisher))
         service.end_turn()
         asked = Asked("next_order", name=PUBLISHER, incarnation="p2", after=0)
         service.handle(asked)
@@ -207,14 +207,14 @@ def test_a_status_is_as_old_as_the_fleet_is_large(tmp_path: Path) -> None:
     with serving(tmp_path) as (service, coordination, clock):
         service.tick(0.0)
         for index in range(99):
-            coordination.hello(MemberInfo(f"b{index}", "1", GLOO), clock.now())
+            coordination.hello(receiver_hello(f"b{index}", "1", GLOO), clock.now())
         service.tick(0.0)
         assert len(service.status().members) == 1, "still the last one"
         clock.advance(DESCRIBE_S)
         service.tick(0.0)
         assert len(service.status().members) == 100
         clock.advance(99 * DESCRIBE_S)
-        coordination.hello(MemberInfo("late", "1", GLOO), clock.now())
+        coordination.hello(receiver_hello("late", "1", GLOO), clock.now())
         service.tick(0.0)
         assert len(service.status().members) == 100
         clock.advance(2 * DESCRIBE_S)
@@ -228,7 +228,7 @@ def test_the_coordination_is_due_with_its_next_deadline_and_every_half_poll_at_t
     coordination.tick(100.0)
     assert coordination.wake_at() == 100.0 + timing.poll_s / 2
     coordination.publisher_hello(PublisherInfo("p", GLOO, "", 1, 100.0), PolicyVersion(1, 0), 100.0)
-    coordination.hello(MemberInfo("receiver.0", "1", GLOO, is_attended=True), 100.0)
+    coordination.hello(receiver_hello("receiver.0", "1", GLOO, attended=True), 100.0)
     assert coordination.wake_at() <= 100.0, "what has happened is to be settled"
     assert [order.kind for order in coordination.take_orders()] == ["offer"]
     assert coordination.wake_at() == 100.0 + timing.offer_s

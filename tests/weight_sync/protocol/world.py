@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from asyncrl.core.staleness import PolicyVersion
-from weight_sync.protocol.members import Member, MemberInfo, PublisherInfo
+from weight_sync.protocol.members import Member, PublisherInfo
+from weight_sync.protocol.messages import ReceiverHello
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import Order, Timing
 
 TIMING = Timing(deadline_s=10.0, offer_s=2.0, settle_s=1.0, silence_s=3.0, dead_s=30.0)
 GLOO = frozenset({"gloo"})
+
+
+def receiver_hello(
+    name: str, incarnation: str, abilities: Iterable[str] = GLOO, **fields: Any
+) -> ReceiverHello:
+    """Return the hello of a receiver that has nothing, but for `fields`."""
+    held = {"serving": 0, "staged": 0, "attended": False, "pinned": False} | fields
+    return ReceiverHello(name=name, incarnation=incarnation, abilities=tuple(abilities), **held)
 
 
 class PromptCoordination(Coordination):
@@ -43,7 +52,7 @@ class World:
             self.join(name)
 
     def join(self, name: str, incarnation: str = "1", serving: int = 0, **kwargs: Any) -> None:
-        self.coordination.hello(MemberInfo(name, incarnation, GLOO, serving, **kwargs), self.now)
+        self.coordination.hello(receiver_hello(name, incarnation, serving=serving, **kwargs), self.now)
         self.coordination.attended(name, self.now)
 
     def publish(self, number: int) -> None:
