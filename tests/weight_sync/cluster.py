@@ -327,8 +327,8 @@ def running_cluster(**kwargs: Any) -> Iterator[Cluster]:
 def wait_until(is_true: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
     """Wait for a condition, by deadline.
 
-    Time in which some process waited for a processor does not count, up to twice `wait_s`: what is promised by
-    the services' own deadlines comes later on a machine that lets them run later.
+    Time in which some process waited for a processor does not count, up to twice `wait_s`: what the services'
+    own deadlines promise comes later on a machine that lets them run later.
     """
     start, stalled = time.monotonic(), stalled_s()
     while not is_true():
