@@ -162,7 +162,7 @@ def drop(store: ExperienceStore, tokenizer, num_groups: int) -> None:
 def test_the_newest_dropped_groups_keep_their_text_also_through_a_restart(
     tmp_path: Path, tokenizer, buffer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("asyncrl.buffer.store.MAX_SHOWN_DROPPED", 3)
+    monkeypatch.setattr("asyncrl.buffer.store.MAX_KEPT_DROPPED", 3)
     with make_run(tmp_path, buffer) as store:
         train_three_steps(store, tokenizer)  # ticket 5 is dropped
         state, ledger = store.ledger.state, store.ledger

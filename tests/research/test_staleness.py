@@ -85,7 +85,7 @@ def test_at_lag_0_the_sampler_and_the_learner_agree_and_at_lag_2_they_drift_apar
 
 
 def test_every_method_is_an_objective_of_its_own_without_a_veto():
-    described = {(o.policy_loss, o.correction) for o in (make_method(method, lag=4) for method in METHODS)}
+    described = {(o.policy_loss, o.centre) for o in (make_method(method, lag=4) for method in METHODS)}
     assert len(described) == len(METHODS)
     assert all(AlgorithmSection(**section).veto == 0 for section in METHODS.values())
 

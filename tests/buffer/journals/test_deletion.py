@@ -113,7 +113,7 @@ def push_next(store: ExperienceStore, version: int, rewards: tuple[float, float]
 
 
 def test_of_dropped_groups_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.buffer.store.MAX_SHOWN_DROPPED", 2)
+    monkeypatch.setattr("asyncrl.buffer.store.MAX_KEPT_DROPPED", 2)
     store = make_store(tmp_path)
     store.ledger.describe_data(1000, "digest")
     version = store.ledger.register_version(store.ledger.open("learner"), 0)

@@ -91,8 +91,8 @@ def test_what_two_siblings_saw_in_their_chats_is_their_group(served: Stage):
     assert choices[0].message.content != choices[1].message.content
 
 
-@pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_a_stream_shows_token_by_token_what_is_recorded(served: Stage, kind: str):
+def check_stream(served: Stage, kind: str) -> int:
+    """Stream an answer, check that the group holds what was streamed, and return the number of chunks."""
     agents = [served.open(), served.open()]
     ask = [agent.chat if kind == "chat" else agent.complete for agent in agents]
     prompt: Any = USER if kind == "chat" else QUESTION
@@ -100,13 +100,20 @@ def test_a_stream_shows_token_by_token_what_is_recorded(served: Stage, kind: str
     whole = ask[1](prompt).choices[0]
     group = rewarded(served, *agents)
     streamed = [token for chunk in chunks for token in streamed_ids(chunk)]
-    assert len(chunks) > 2 and chunks[-1].finish_reason == group.trajectories[0].finish_reason
+    assert chunks[-1].finish_reason == group.trajectories[0].finish_reason
     assert [trajectory.response_ids.tolist() for trajectory in group.trajectories] == [
         streamed,
         whole.token_ids,
     ]
     for trajectory in group.trajectories:
         check_logprobs(served, group, trajectory)
+    return len(chunks)
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_a_stream_shows_token_by_token_what_is_recorded(served: Stage, kind: str):
+    # The tokens that a busy front end finds at once are one chunk, and may be all of an answer.
+    assert any(check_stream(served, kind) > 2 for _ in range(5))
 
 
 def test_the_next_turn_goes_on_from_the_sampled_ids_and_not_from_their_text(served: Stage):

@@ -77,10 +77,6 @@ def load_from_file(path: Path, attribute: str) -> ScoreFunction:
     return found
 
 
-if __name__ == "__main__":
-    main()
-
-
 def load_math_verify() -> Callable[..., float]:
     """Return `score(response, ground_truth)`: 1 if the answer in the response equals the gold, else 0.
 
@@ -105,3 +101,7 @@ def load_math_verify() -> Callable[..., float]:
         return float(verify(gold, parse(response, extraction_config=of_answer)))
 
     return score_math_verify
+
+
+if __name__ == "__main__":
+    main()
