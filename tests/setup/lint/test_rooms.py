@@ -26,7 +26,8 @@ SMALL = frozenset(
         "asyncrl.core.metrics.page",
     }
 )
-"""Small files with one importer that were not joined to it yet. A name goes with its file; none is added."""
+"""Small files with one importer that stand alone on purpose: a sink or a command has a file of its own, and
+the page of metrics is not loaded with them. A name goes with its file; none is added."""
 
 
 def lines_of(path: Path) -> int:
