@@ -1,6 +1,6 @@
 """Centre of the clip, and the correction towards the behaviour policy around it (pure).
 
-The centre is the policy whose log-probs the current ones are compared with, one class per way to have it:
+The centre is the policy whose log-probs the current ones are compared with, in four ways:
 
 recomputed     of a forward pass at the start of the step; corrected once per step
 behaviour      the sampler's own log-probs; there is nothing to correct
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -68,7 +68,7 @@ class Recomputed:
 
     correction: Correction
     veto: float
-    needs_prox: bool = True
+    needs_prox: ClassVar[bool] = True
 
     def prepare(
         self, batch: PackedBatch, prox_N: torch.Tensor | None, over_ranks: Sum
@@ -92,7 +92,7 @@ class Recomputed:
 class Behaviour:
     """See the module."""
 
-    needs_prox: bool = False
+    needs_prox: ClassVar[bool] = False
 
     def prepare(
         self, batch: PackedBatch, prox_N: torch.Tensor | None, over_ranks: Sum
@@ -104,12 +104,12 @@ class Behaviour:
 
 
 @dataclass(frozen=True)
-class Interpolated:
-    """See the module. `veto`: Ratio below which a token vetoes its row."""
+class PerMicrobatch:
+    """Interpolated, or bypassed if `correction` says so. `veto`: Ratio below which a token vetoes its row."""
 
     correction: Correction
     veto: float
-    needs_prox: bool = False
+    needs_prox: ClassVar[bool] = False
 
     def prepare(
         self, batch: PackedBatch, prox_N: torch.Tensor | None, over_ranks: Sum
@@ -117,53 +117,27 @@ class Interpolated:
         return batch, {}
 
     def correct(self, logprobs_N: torch.Tensor, microbatch: PackedBatch) -> Corrected:
-        old_N = interpolate_prox(logprobs_N, microbatch.behaviour_N, microbatch.lag_N)
-        return _correct_towards(old_N, old_N, microbatch, self.correction, self.veto)
-
-
-@dataclass(frozen=True)
-class Bypassed:
-    """See the module. `veto`: Ratio below which a token vetoes its row."""
-
-    correction: Correction
-    veto: float
-    needs_prox: bool = False
-
-    def prepare(
-        self, batch: PackedBatch, prox_N: torch.Tensor | None, over_ranks: Sum
-    ) -> tuple[PackedBatch, dict[str, float]]:
-        return batch, {}
-
-    def correct(self, logprobs_N: torch.Tensor, microbatch: PackedBatch) -> Corrected:
-        target_N = logprobs_N.detach()
-        return _correct_towards(microbatch.behaviour_N, target_N, microbatch, self.correction, self.veto)
+        if self.correction.is_bypass:
+            old_N, target_N = microbatch.behaviour_N, logprobs_N.detach()
+        else:
+            old_N = target_N = interpolate_prox(logprobs_N, microbatch.behaviour_N, microbatch.lag_N)
+        rows, delta_N = rows_of(microbatch), target_N - microbatch.behaviour_N
+        kept_N = veto_rows(delta_N, microbatch.loss_mask_N, rows, self.veto)
+        mask_N = kept_N * reject(delta_N, microbatch.loss_mask_N, rows, self.correction.rejection).ne(0)
+        return Corrected(old_N, mask_N, _weights(delta_N, mask_N, rows, self.correction))
 
 
 def make_centre(prox: str, correction: Correction, veto: float) -> Centre:
     """Return the centre that `algorithm.prox`, `algorithm.correction` and `algorithm.veto` name."""
     if prox == "behaviour":
         return Behaviour()
-    if correction.is_bypass:
-        return Bypassed(correction, veto)
-    return Recomputed(correction, veto) if prox == "recompute" else Interpolated(correction, veto)
+    is_recomputed = prox == "recompute" and not correction.is_bypass
+    return Recomputed(correction, veto) if is_recomputed else PerMicrobatch(correction, veto)
 
 
 def _prepared(microbatch: PackedBatch) -> Corrected:
     assert microbatch.prox_N is not None, "prepare must run before the loss"
     return Corrected(microbatch.prox_N, microbatch.loss_mask_N, microbatch.weights_N)
-
-
-def _correct_towards(
-    old_N: torch.Tensor,
-    target_N: torch.Tensor,
-    microbatch: PackedBatch,
-    correction: Correction,
-    veto: float,
-) -> Corrected:
-    rows, delta_N = rows_of(microbatch), target_N - microbatch.behaviour_N
-    kept_N = veto_rows(delta_N, microbatch.loss_mask_N, rows, veto)
-    mask_N = kept_N * reject(delta_N, microbatch.loss_mask_N, rows, correction.rejection).ne(0)
-    return Corrected(old_N, mask_N, _weights(delta_N, mask_N, rows, correction))
 
 
 def _weights(
