@@ -11,6 +11,9 @@ STAMP := .venv/.set-up-$(LIST)
 PACKAGES := asyncrl benchmarks configs learner research rollout_service weight_sync
 ARGS ?=
 WORKERS ?= 3
+# A test that not even its time limit ends ends the whole, by its name and the stacks of its threads.
+HANGS_S := 660
+HANGS := -o faulthandler_timeout=$(HANGS_S) -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 UPGRADE ?=
 # Else each of the hundreds of processes of the tests, and of a run, compiles anew what it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -42,7 +45,7 @@ demo: $(STAMP)
 	@echo "  docs/your-own                                   your own data, reward, model, agent and project"
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 $(ARGS)
+	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(HANGS) --durations=15 $(ARGS)
 
 test-all: $(STAMP)
 	$(BIN)/python tools/test_all.py $(ARGS)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dis
 import importlib.util
 import marshal  # unpickles: bytecode that Python itself has just written, or would load
+import multiprocessing
 import os
 import py_compile
 import sys
@@ -42,7 +43,9 @@ IMPORT_NAME, LOAD_CONST = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_CONST"]
 def main(site_packages: Path) -> int:
     """Compile what is reached in `site_packages` and return how many modules that are."""
     reached: set[Path] = set()
-    with ProcessPoolExecutor(os.cpu_count()) as pool:  # unpickles: what it sent itself
+    # A fork of a process that has threads may wait for ever for a lock that one of them held.
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(os.cpu_count(), context) as pool:  # unpickles: what it sent itself
         own = [path for package in OWN for path in sorted((ROOT / package).rglob("*.py"))]
         names = set(BY_NAME).union(*pool.map(imports_of_own, own, chunksize=CHUNK))
         while new := {file for name in names for file in files_of(site_packages, name)} - reached:

@@ -39,6 +39,12 @@ def few_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bytecode, "OWN", ("weight_sync/memory",))
 
 
+@pytest.fixture(autouse=True)
+def no_fork_of_the_threads_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of this process, which has threads of other tests, waits for ever for the locks they held."""
+    monkeypatch.setattr(os, "fork", None)
+
+
 def compiled(site: Path) -> set[str]:
     files = (path for path in site.rglob("*.py"))
     return {

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from asyncrl.core.errors import ConfigError
 from rollout_service.environments.tools.tool import ToolExhausted, ToolRefused
+from rollout_service.reaping import reap
 
 CHILD = Path(__file__).with_name("expression_child.py")
 CHILD_ENVIRONMENT = {"PYTHONHASHSEED": "0"}
@@ -102,4 +103,4 @@ class PythonExpression:
 async def _kill(child: Process) -> None:
     if child.returncode is None:
         child.kill()
-    await child.wait()
+    await reap(child)
