@@ -30,7 +30,7 @@ def test_a_test_that_hangs_past_its_time_limit_ends_the_whole_by_name(tmp_path: 
     ]
     words = shlex.split(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
     done = subprocess.run(
-        [*words, "--timeout", "1", "-p", "no:cacheprovider", "test_it.py"],
+        [*words, "-n", "1", "--timeout", "1", "-p", "no:cacheprovider", "test_it.py"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
