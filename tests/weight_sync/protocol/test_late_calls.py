@@ -10,13 +10,15 @@ import pytest
 from asyncrl.core.runtime.threads import ThreadEvent
 from tests.runtimes import ManualRuntime
 from tests.weight_sync.protocol.test_turns import Asked
+from weight_sync import coordinator_session
 from weight_sync.memory.staging_area import StagingArea
 from weight_sync.receiver import ReceiverService
 
 
 @pytest.fixture
-def receiver(tmp_path: Path) -> Iterator[ReceiverService]:
+def receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReceiverService]:
     """One that no thread serves: each call is handled here."""
+    monkeypatch.setattr(coordinator_session, "CALL_DEADLINE_S", 0.1)  # nobody answers its hello
     staging = StagingArea(f"asyncrl-test-late-{tmp_path.name}/", "a")
     nobody, here = f"ipc://{tmp_path}/nobody", f"ipc://{tmp_path}/r"
     runtime = ManualRuntime(100.0)

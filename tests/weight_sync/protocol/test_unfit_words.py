@@ -18,6 +18,7 @@ from tests.weight_sync.protocol.test_late_calls import receiver
 from tests.weight_sync.protocol.test_turns import Asked, serving
 from tests.weight_sync.protocol.world import GLOO
 from tests.weight_sync.sides import manifest_of
+from weight_sync import coordinator_session
 from weight_sync.coordinator_session import Reset
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.staging_area import Copy
@@ -50,8 +51,9 @@ class Strange(Instruction, frozen=True):
 
 
 @pytest.fixture
-def publisher(tmp_path: Path) -> Iterator[PublisherService]:
+def publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PublisherService]:
     """One that no thread serves: each call is handled here."""
+    monkeypatch.setattr(coordinator_session, "CALL_DEADLINE_S", 0.1)  # nobody answers its hello
     pool = SegmentPool(f"asyncrl-{uuid.uuid4().hex[:8]}-publisher-", "1")
     nobody, here = f"ipc://{tmp_path}/nobody", f"ipc://{tmp_path}/p"
     endpoint, runtime = Endpoint("", 0, ("gloo",)), ManualRuntime(100.0)
