@@ -71,6 +71,7 @@ def test_an_answer_is_scored_as_the_task_scores_it(tokens, is_finished, reward):
     assert score(samples, 0, (3, 1, 2)) == reward
 
 
+@pytest.mark.long
 def test_at_lag_0_the_sampler_and_the_learner_agree_and_at_lag_2_they_drift_apart(tmp_path):
     # After 60 steps the model answers in the right form and now and then in the right order: 1 % rewards.
     train_warm_start(0, 60, []).model.save_pretrained(tmp_path)
