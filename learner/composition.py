@@ -13,6 +13,7 @@ from asyncrl.buffer.client import LearnerClient
 from asyncrl.core.config.tree import Config
 from asyncrl.core.runtime.allocation import keep_freed_memory
 from asyncrl.core.service import ServiceContext
+from asyncrl.core.variants import backend_facts, function
 from learner.algorithms.objective import Objective, describe, make_objective
 from learner.backend import LearnerBackend, Models, Placement, ValueBackend
 from learner.batch_fetcher import BatchFetcher
@@ -114,15 +115,8 @@ def open_policy(config: Config, placement: Placement, *, is_frozen: bool = False
     """
     path, learner = Path(config.model.path), config.learner
     dtype, seed, temperature = config.model.dtype, config.run.seed, config.rollout.temperature
-    if learner.backend == "fsdp2":
-        from learner.fsdp2.backend import Fsdp2Backend
-
-        return Fsdp2Backend(
-            path, learner, placement, dtype=dtype, seed=seed, temperature=temperature, is_frozen=is_frozen
-        )
-    from learner.megatron.backend import MegatronBackend
-
-    return MegatronBackend(
+    build: Callable[..., LearnerBackend] = function(backend_facts(learner.backend).policy)
+    return build(
         path, learner, placement, dtype=dtype, seed=seed, temperature=temperature, is_frozen=is_frozen
     )
 
@@ -131,10 +125,5 @@ def open_critic(config: Config, placement: Placement) -> ValueBackend:
     """Return the critic beside the policy, on the same backend and at the same `placement`."""
     path, dtype, seed = Path(config.critic.path or config.model.path), config.model.dtype, config.run.seed
     learner = config.learner.model_copy(update={"lr": config.critic.lr})
-    if learner.backend == "fsdp2":
-        from learner.fsdp2.backend import Fsdp2ValueBackend
-
-        return Fsdp2ValueBackend(path, learner, placement, dtype=dtype, seed=seed)
-    from learner.megatron.value import MegatronValueBackend
-
-    return MegatronValueBackend(path, learner, placement, dtype=dtype, seed=seed)
+    build: Callable[..., ValueBackend] = function(backend_facts(learner.backend).value)
+    return build(path, learner, placement, dtype=dtype, seed=seed)

@@ -1,4 +1,4 @@
-"""Variants that a configuration names: facts of each estimator, loss, journal and engine, and their lookup.
+"""Variants that a configuration names: facts of estimators, losses, journals, engines and learner backends.
 
 A record stands beside the variant's code, in a room above this one, and is found by its name at run time. It
 imports neither torch nor the variant's library, so that configuration, `plan`, `doctor`, the planner, the
@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 ALGORITHMS = "learner.algorithms.variants"
-JOURNALS, ENGINES = "asyncrl.buffer.journals.kinds", "rollout_service.engine"
-"""The module of the records of estimators and losses; the package that has a module for each journal; the one
-that has a package for each engine, with a module `variant`."""
+JOURNALS, ENGINES, BACKENDS = "asyncrl.buffer.journals.kinds", "rollout_service.engine", "learner"
+"""The module of the records of estimators and losses; the package that has a module for each journal; those
+that have a package for each engine and each backend, with a module `variant`."""
 VALUES, GREEDY, PROX, SUM_PI_SQUARED = "values", "greedy", "prox", "sum_pi_squared"
 """Inputs of an estimator besides rewards and groups: a critic's values, the reward of a greedy answer per
 group, and two results of the pass over the batch at the start of a step."""
@@ -94,14 +95,40 @@ class EngineFacts:
     cpu_head_sizes: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class BackendFacts:
+    """One training backend of the learner.
+
+    Attributes:
+        policy, value: `module:class` of its policy and of its critic, imported by the learner alone.
+        takes_any_model: Whether it trains any Hugging Face model; else those that its adapter knows.
+        shards_weights: Whether its ranks share weights and gradients too, in fp32; `learner.offload` moves
+            them to the host as well then.
+        lacks: Options of `learner` that do nothing with it: `name`, or `name: value` for one value.
+        hint: What it does instead; empty where another backend has the option.
+    """
+
+    policy: str
+    value: str
+    takes_any_model: bool = False
+    shards_weights: bool = False
+    lacks: tuple[str, ...] = ()
+    hint: str = ""
+
+
 def journal_names() -> tuple[str, ...]:
     """Return the names of `buffer.journal`, in the order of the alphabet."""
-    return tuple(sorted(found.name for found in _modules(JOURNALS)))
+    return tuple(sorted(found.name for found in pkgutil.iter_modules(_folders(JOURNALS))))
 
 
 def engine_names() -> tuple[str, ...]:
     """Return the names of `rollout.engine`, in the order of the alphabet."""
-    return tuple(sorted(found.name for found in _modules(ENGINES) if found.ispkg))
+    return _with_variant(ENGINES)
+
+
+def backend_names() -> tuple[str, ...]:
+    """Return the names of `learner.backend`, in the order of the alphabet."""
+    return _with_variant(BACKENDS)
 
 
 def journal_facts(name: str) -> JournalFacts:
@@ -112,6 +139,11 @@ def journal_facts(name: str) -> JournalFacts:
 def engine_facts(name: str) -> EngineFacts:
     """Return the facts of an engine that a configuration names."""
     return find_record(f"{ENGINES}.{name}.variant", "VARIANT", EngineFacts)
+
+
+def backend_facts(name: str) -> BackendFacts:
+    """Return the facts of a learner backend that a configuration names."""
+    return find_record(f"{BACKENDS}.{name}.variant", "VARIANT", BackendFacts)
 
 
 def estimators() -> Mapping[str, Estimator]:
@@ -147,17 +179,25 @@ def find_record(module: str, attribute: str, kind: type[Record]) -> Record:
     return found
 
 
-def _modules(package: str) -> list[pkgutil.ModuleInfo]:
+def _with_variant(package: str) -> tuple[str, ...]:
+    """Return the packages in `package` that have a record; none of them is imported."""
+    files = (file for folder in _folders(package) for file in Path(folder).glob("*/variant.py"))
+    return tuple(sorted(file.parent.name for file in files))
+
+
+def _folders(package: str) -> list[str]:
     spec = find_spec(package)
-    return list(pkgutil.iter_modules(spec.submodule_search_locations if spec is not None else None))
+    return list(spec.submodule_search_locations or ()) if spec is not None else []
 
 
 if TYPE_CHECKING:
     JournalName: TypeAlias = str
     EngineName: TypeAlias = str
+    BackendName: TypeAlias = str
 else:
     JournalName, EngineName = Literal[journal_names()], Literal[engine_names()]
-"""Name of a journal or of an engine that has a record; another is refused with the list."""
+    BackendName = Literal[backend_names()]
+"""Name of a journal, an engine or a backend that has a record; another is refused with the list."""
 
 
 def function(name: str) -> Callable[..., Any]:

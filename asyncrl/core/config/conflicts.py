@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 from asyncrl.core.config.rules.streaming import find_stream_conflicts
 from asyncrl.core.config.secrets import find_secrets
-from asyncrl.core.variants import GREEDY, VALUES, engine_facts, estimators_needing, journal_facts
+from asyncrl.core.variants import (
+    GREEDY,
+    VALUES,
+    backend_facts,
+    backend_names,
+    engine_facts,
+    estimators_needing,
+    journal_facts,
+)
 
 if TYPE_CHECKING:
     from asyncrl.core.config.root import Root
@@ -208,28 +216,14 @@ def _find_checkpoint_conflicts(config: Root) -> list[Conflict]:
 
 def _find_backend_conflicts(learner: LearnerSection) -> list[Conflict]:
     """Return what is set and the chosen backend does not have: it would do nothing."""
-    is_fsdp2 = learner.backend == "fsdp2"
-    lacking = {
-        "tp": is_fsdp2 and learner.tp > 1,
-        "pp": is_fsdp2 and learner.pp > 1,
-        "vpp": is_fsdp2 and learner.vpp > 1,
-        "cp": is_fsdp2 and learner.cp > 1,
-        "overlap": is_fsdp2 and learner.overlap,
-        "recompute": is_fsdp2 and learner.recompute == "selective",
-        "compile": not is_fsdp2 and learner.compile,
-    }
-    hint = (
-        "fsdp2 cuts the model over learner.dp alone, overlaps by itself, and recomputes in full or not at all"
-        if is_fsdp2
-        else "Only learner.backend: fsdp2 has it"
-    )
-    return [
-        Conflict(
-            (f"learner.{name}", "learner.backend"),
-            f"learner.backend: {learner.backend} has no "
-            f"learner.{name}: {str(getattr(learner, name)).lower()}",
-            hint,
-        )
-        for name, is_lacking in lacking.items()
-        if is_lacking
-    ]
+    facts = backend_facts(learner.backend)
+    found = []
+    for option in facts.lacks:
+        name, _, value = option.partition(": ")
+        chosen = getattr(learner, name)
+        if chosen == value if value else chosen != type(learner).model_fields[name].default:
+            others = [other for other in backend_names() if option not in backend_facts(other).lacks]
+            what = f"learner.backend: {learner.backend} has no learner.{name}: {str(chosen).lower()}"
+            hint = facts.hint or f"Only learner.backend: {' or '.join(others)} has it"
+            found.append(Conflict((f"learner.{name}", "learner.backend"), what, hint))
+    return found

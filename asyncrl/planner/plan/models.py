@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl.core.config.models.architectures import find_unsupported, tensor_shapes
 from asyncrl.core.config.models.divisibility import find_uneven_cuts
 from asyncrl.core.config.tree import Config, LearnerSection
-from asyncrl.core.variants import function
+from asyncrl.core.variants import backend_facts, backend_names, function
 from asyncrl.planner.plan.folders import find_bad_weights, find_missing_tokenizer
 from asyncrl.planner.plan.prepare import REWARD_MODEL, is_builtin, is_hub_id
 
@@ -74,13 +74,17 @@ def _check_model(key: str, path: str, config: Config) -> Iterator[str]:
     has_head = key == "model.path"  # a critic's head gives a value instead, and starts from zero
     if problem := find_bad_weights(Path(path), dict(tensor_shapes(table, has_head))):
         yield f"{key}: {problem}"
-    if config.learner.backend != "megatron":
+    if backend_facts(config.learner.backend).takes_any_model:
         return
     for problem, hint in find_unsupported(table):
-        other = ", or any other model with learner.backend: fsdp2"
+        other = f", or any other model with learner.backend: {_backends_of_any_model()}"
         yield f"{key}: '{path}': {problem}; {hint[0].lower()}{hint[1:]}{other}"
         return
     yield from _find_uneven_cuts(table, config.learner)
+
+
+def _backends_of_any_model() -> str:
+    return " or ".join(name for name in backend_names() if backend_facts(name).takes_any_model)
 
 
 def read_table(config_file: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Variants found by name: a new journal is one file, a new engine one folder, an estimator one record."""
+"""Variants found by name: a journal is one file, an engine or a backend a folder, an estimator one record."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from asyncrl.buffer.journals.kind import JournalKind, journal_kind
 from asyncrl.core.config.load import load_config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import (
+    backend_facts,
+    backend_names,
     engine_facts,
     engine_names,
     estimators,
     estimators_needing,
     find_record,
+    function,
     journal_facts,
     journal_names,
 )
+from learner.backend import LearnerBackend, ValueBackend
 from rollout_service.engine.protocol import EngineVariant, engine_variant
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -83,6 +87,33 @@ except Exception as error:
 else:
     raise SystemExit("the record says that it has no gateway")
 """
+BACKEND = """
+from asyncrl.core.variants import BackendFacts
+
+VARIANT = BackendFacts("learner.mine:Policy", "learner.mine:Value", lacks=("tp", "compile"))
+"""
+USE_BACKEND = """
+import sys
+from pathlib import Path
+import learner
+learner.__path__.append(sys.argv[1])
+
+from asyncrl.core.config.load import load_config
+from learner.backend import Placement
+from learner.composition import open_critic, open_policy
+
+folder = Path(sys.argv[2])
+config = load_config(folder / "run.yaml")
+place = Placement()
+assert open_policy(config, place).seed == open_critic(config, place).seed == config.run.seed
+try:
+    load_config(folder / "wide.yaml")
+except Exception as error:
+    assert "learner.backend: mine has no learner.tp: 2" in str(error), error
+    assert "Only learner.backend: megatron has it" in str(error), error
+else:
+    raise SystemExit("the record says that it has no tensor parallelism")
+"""
 USE_ESTIMATOR = """
 import sys
 from pathlib import Path
@@ -139,6 +170,20 @@ def test_a_new_engine_is_one_folder(tmp_path: Path) -> None:
     run(USE_ENGINE, tmp_path / "engines", tmp_path)
 
 
+def test_a_new_learner_backend_is_one_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "backends" / "mine"
+    folder.mkdir(parents=True)
+    body = "def __init__(self, *_, seed, **__):\n        self.seed = seed\n"
+    (folder / "__init__.py").write_text("".join(f"class {name}:\n    {body}" for name in ("Policy", "Value")))
+    (folder / "variant.py").write_text(BACKEND)
+    write_run(
+        tmp_path,
+        "learner: {backend: mine}\ncritic: {path: builtin:digits-small}\nalgorithm: {advantage: gae}",
+    )
+    write_run(tmp_path, "learner: {backend: mine, tp: 2}", "wide.yaml")
+    run(USE_BACKEND, tmp_path / "backends", tmp_path)
+
+
 def test_a_new_estimator_is_one_file_and_its_record(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def advantage(x):\n    return 'computed'\n")
     write_run(tmp_path, "algorithm: {advantage: mine}\ncritic: {path: builtin:digits-small}")
@@ -155,6 +200,13 @@ def test_each_journal_has_a_kind(name: str) -> None:
 def test_each_engine_has_a_variant(name: str) -> None:
     assert isinstance(engine_variant(name), EngineVariant)
     assert engine_variant(name) is engine_facts(name)
+
+
+@pytest.mark.parametrize("name", backend_names())
+def test_the_classes_of_a_backend_s_record_are_what_the_learner_opens(name: str) -> None:
+    facts = backend_facts(name)
+    for place, contract in ((facts.policy, LearnerBackend), (facts.value, ValueBackend)):
+        assert not {one for one in dir(contract) if one[0] != "_"} - set(dir(function(place)))
 
 
 def test_a_module_whose_record_is_of_another_kind_is_named() -> None:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.core.errors import CheckpointError, ConfigError, DataError, LedgerError
 from learner.batching.batch import build_batch
-from learner.megatron.value import MegatronValueBackend
+from learner.megatron.backend import MegatronValueBackend
 from tests.learner.parts.contract import (
     assert_export_gives_back_every_bit,
     assert_resume_is_bit_exact,

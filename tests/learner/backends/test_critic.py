@@ -11,8 +11,7 @@ from asyncrl.core.config.tree import AdaptiveKlSection, KlSection, LearnerSectio
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.metrics import unknown_names
 from learner.backend import Models, Placement
-from learner.megatron.backend import MegatronBackend
-from learner.megatron.value import MegatronValueBackend
+from learner.megatron.backend import MegatronBackend, MegatronValueBackend
 from tests.learner.parts.samples import make_groups, save_model
 from tests.learner.parts.training import open_backend, open_objective, take_step
 

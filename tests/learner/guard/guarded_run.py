@@ -29,7 +29,7 @@ from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
 from learner.composition import open_recorder
 from learner.leader import Leader
-from learner.megatron.value import MegatronValueBackend
+from learner.megatron.backend import MegatronValueBackend
 from learner.ranks import Ranks
 from learner.service import LearnerService
 from tests.buffer.parts import make_group, make_store, serving

@@ -12,7 +12,7 @@ import torch
 from learner.backend import Models, Placement
 from learner.guard.guard import UnstableTraining
 from learner.guard.memory import GuardedModel, GuardedModels
-from learner.megatron.value import MegatronValueBackend
+from learner.megatron.backend import MegatronValueBackend
 from tests.learner.parts.contract import weights_of
 from tests.learner.parts.training import open_backend, open_objective, prepare_step, squared_error
 

@@ -13,7 +13,7 @@ from asyncrl.core.config.tree import AdaptiveKlSection, KlSection
 from learner.algorithms.kl import AdaptiveKl
 from learner.backend import Models
 from learner.guard.memory import GuardedModel, GuardedModels
-from learner.megatron.value import MegatronValueBackend
+from learner.megatron.backend import MegatronValueBackend
 from tests.learner.guard.guarded_run import NUM_STEPS, Faults, running
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_backend, squared_error, train_values

@@ -22,7 +22,7 @@ import torch
 from learner.backend import Placement
 from learner.batching.batch import build_batch
 from learner.megatron import optimizer
-from learner.megatron.value import MegatronValueBackend
+from learner.megatron.backend import MegatronValueBackend
 from tests.learner.backends.fsdp2.fsdp2_ways import run_fsdp2
 from tests.learner.checkpoint.resharding import run_resharded
 from tests.learner.guard.guarding import run_guard, run_plain_step, run_stuck

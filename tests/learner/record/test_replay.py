@@ -26,7 +26,7 @@ from learner.backend import Models
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import tensor_file
 from learner.checkpoint.store import MANIFEST, Cut, digest_file
-from learner.megatron.value import MegatronValueBackend
+from learner.megatron.backend import MegatronValueBackend
 from learner.ranks import Ranks
 from learner.record.batch_store import FOLDER, BatchStore, RecordedStep, RecordedWeights, name_steps
 from learner.record.comparison import Difference

@@ -20,7 +20,7 @@ from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.core.metrics.tallies import conclude
 from asyncrl.core.service_status import FinishedEvaluation
 from learner.backend import Models
-from learner.megatron.value import MegatronValueBackend
+from learner.megatron.backend import MegatronValueBackend
 from learner.report import Stopwatch, make_efficiency
 from rollout_service.evaluation.statistics import Judged, JudgedPrompt, tally_prompts
 from tests.buffer.ledger.parts.ledger_runs import Run

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from asyncrl.core.config.sections.section import Count, Decay, NonNegative, Section, Text, refuse
+from asyncrl.core.variants import BackendName
 
 
 class ModelSection(Section):
@@ -90,7 +91,7 @@ class LearnerSection(Section):
     from it to a tenth of it at the end of `steps`, `cosine` to 0. The critic's rate takes the same course.
     """
 
-    backend: Literal["megatron", "fsdp2"] = "megatron"
+    backend: BackendName = "megatron"
     """Training backend: Megatron-core, or PyTorch's FSDP2 for any Hugging Face model."""
     tp: Count = 1
     """[ranks] Tensor parallelism: ranks that share each matrix."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.core.config.conflicts import WITH_VALUES
 from asyncrl.core.config.tree import Config
+from asyncrl.core.variants import backend_facts
 
 HOST, SHM = "host", "/dev/shm"
 PER_REPLICA = {HOST: "host, for each replica", SHM: "/dev/shm, for each replica"}
@@ -115,16 +116,16 @@ class _Model:
 
 def _models(config: Config, num_weights: int, critic_weights: int | None) -> Iterator[_Model]:
     learner = config.learner
-    is_fsdp = learner.backend == "fsdp2"
-    item = 4 if is_fsdp else ITEM_BYTES[config.model.dtype]
+    is_sharded = backend_facts(learner.backend).shards_weights
+    item = 4 if is_sharded else ITEM_BYTES[config.model.dtype]
     main = 0 if item == 4 else MAIN_BYTES
     # Megatron's ranks of one context share their optimizer too.
-    shards = learner.dp if is_fsdp else learner.dp * learner.cp
+    shards = learner.dp if is_sharded else learner.dp * learner.cp
     cut = f" / dp {shards}" if shards > 1 else ""
     if shards > learner.dp:
         cut = f" / (dp {learner.dp} x cp {learner.cp})"
-    shared = cut if is_fsdp else ""
-    held = (item + GRADIENT_BYTES) / (shards if is_fsdp else 1)
+    shared = cut if is_sharded else ""
+    held = (item + GRADIENT_BYTES) / (shards if is_sharded else 1)
     state = (main + MOMENT_BYTES) / shards
     trained = {"policy": num_weights}
     if config.algorithm.advantage in WITH_VALUES and critic_weights is not None:
@@ -133,12 +134,12 @@ def _models(config: Config, num_weights: int, critic_weights: int | None) -> Ite
     optimizer = f"optimizer {main + MOMENT_BYTES}{cut}"
     for name, size in trained.items():
         if learner.offload:
-            yield _Model(f"{name} and its gradient", size, held, f"{weights} bytes", is_fsdp)
+            yield _Model(f"{name} and its gradient", size, held, f"{weights} bytes", is_sharded)
             yield _Model(f"optimizer of the {name}", size, state, f"{optimizer} bytes", is_offloaded=True)
         else:
             yield _Model(f"{name} and its optimizer", size, held + state, f"{weights} + {optimizer} bytes")
     if config.algorithm.kl.coef > 0:
-        reference = item / (shards if is_fsdp else 1)
+        reference = item / (shards if is_sharded else 1)
         yield _Model("reference policy", num_weights, reference, f"weight {item}{shared} bytes")
 
 

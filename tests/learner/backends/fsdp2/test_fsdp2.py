@@ -187,7 +187,7 @@ def test_a_model_that_cannot_be_built_or_filled_is_a_config_error(tmp_path):
 
 def test_a_critic_starts_at_zero_and_learns_as_megatron_s_does(model, tmp_path):
     """Beside a policy, in its group; its export and its state come back."""
-    from learner.megatron.value import MegatronValueBackend
+    from learner.megatron.backend import MegatronValueBackend
 
     policy, critic = open_fsdp2(model), open_fsdp2(model, make=Fsdp2ValueBackend)
     batch = build_batch(make_groups(), 0, {1: 0})
