@@ -209,6 +209,36 @@ def test_the_classes_of_a_backend_s_record_are_what_the_learner_opens(name: str)
         assert not {one for one in dir(contract) if one[0] != "_"} - set(dir(function(place)))
 
 
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("fsdp2", "tp: 2"),
+        ("fsdp2", "pp: 2"),
+        ("fsdp2", "pp: 2, vpp: 2"),
+        ("fsdp2", "cp: 2"),
+        ("fsdp2", "overlap: true"),
+        ("fsdp2", "recompute: selective"),
+        ("megatron", "compile: true"),
+    ],
+)
+def test_an_option_that_does_nothing_with_a_backend_is_refused_with_it_alone(
+    tmp_path: Path, backend: str, options: str
+) -> None:
+    option = options.rpartition(", ")[2]
+    write_run(tmp_path, f"learner: {{backend: {backend}, {options}}}")
+    with pytest.raises(ConfigError, match=f"learner.backend: {backend} has no learner.{option}"):
+        load_config(tmp_path / "run.yaml")
+    other = next(name for name in backend_names() if name != backend)
+    write_run(tmp_path, f"learner: {{backend: {other}, {options}}}")
+    load_config(tmp_path / "run.yaml")
+
+
+def test_recomputing_in_full_is_for_every_backend(tmp_path: Path) -> None:
+    for name in backend_names():
+        write_run(tmp_path, f"learner: {{backend: {name}, recompute: full}}")
+        load_config(tmp_path / "run.yaml")
+
+
 def test_a_module_whose_record_is_of_another_kind_is_named() -> None:
     with pytest.raises(TypeError, match=r"conflicts\.CONFLICT is a str, not a Estimator"):
         find_record("asyncrl.core.config.conflicts", "CONFLICT", type(estimators()["grpo"]))
