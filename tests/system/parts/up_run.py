@@ -126,8 +126,8 @@ class UpRun:
         return found
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the metric rows of learner steps."""
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        """Return the metric rows of learner steps; of a living run the last line may still be on its way."""
+        lines = (self.folder / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
         return [row for line in lines if "timing_s/step" in (row := json.loads(line))]
 
 
