@@ -48,7 +48,7 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
     Raises:
         ConfigError: Something that the configuration names does not exist.
     """
-    born = int(context.runtime.now() * 1e9)
+    started_ns = int(context.runtime.now() * 1e9)
     keep_freed_memory()
     config = context.config
     check_gateway(config)
@@ -93,7 +93,10 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
                 context.runtime,
             ),
             weights=ReceiverLink(
-                context.runtime, context.addresses[f"receiver.{context.index}"], context.client_keys, born
+                context.runtime,
+                context.addresses[f"receiver.{context.index}"],
+                context.client_keys,
+                started_ns,
             ),
             runner=gateway.manager if gateway else GroupRunner(environment, prompts, _group_settings(config)),
             evaluator=build_evaluator(config, engine, tokenizer, held_out, reward, episodes),

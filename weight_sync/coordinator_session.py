@@ -91,7 +91,7 @@ class CoordinatorSession:
         self._runtime, self._address, self._keys = runtime, address, keys
         self._orders_client, self._reports_client = self._connect(), self._connect()
         self._name, self._incarnation = name, incarnation
-        self._born = runtime.wall_ns() // 1_000_000
+        self._started_ms = runtime.wall_ns() // 1_000_000
         self._epoch = CoordinatorEpoch()
         self._hello_seqs, self._num_reports = itertools.count(1), 0
         self._introduce = introduce
@@ -191,16 +191,16 @@ class CoordinatorSession:
         with self._hello_lock:
             if session != self._session and not self._must_say_hello.is_set():
                 return True  # a second hello would end the rounds that the first one has begun
-            is_welcome = False
+            is_accepted = False
             try:
-                is_welcome = self._introduce_itself(client)
+                is_accepted = self._introduce_itself(client)
             finally:
-                if not is_welcome:
+                if not is_accepted:
                     self._must_say_hello.set()  # or what it was to make good for is never told
-        if not is_welcome:
+        if not is_accepted:
             log.warning("the coordinator knows a newer process of this name, or this one has retired")
             self._stop.wait(self._poll_s)
-        return is_welcome
+        return is_accepted
 
     def _introduce_itself(self, client: Client) -> bool:
         if self._is_acquainted:
@@ -208,7 +208,12 @@ class CoordinatorSession:
         self._must_say_hello.clear()  # what is lost from here on is not in this introduction
         told = self._num_reports
         info = self._introduce()
-        stamp = {"token": self._epoch.token, "born": self._born, "seq": next(self._hello_seqs), "told": told}
+        stamp = {
+            "token": self._epoch.token,
+            "started_ms": self._started_ms,
+            "seq": next(self._hello_seqs),
+            "told": told,
+        }
         hello = msgspec.structs.replace(info.hello, **stamp)
         if isinstance(hello, wire.PublisherHello):
             heard = client.ask(wire.PUBLISHER_HELLO, hello, info.frames, CALL_DEADLINE_S).message
@@ -221,7 +226,7 @@ class CoordinatorSession:
             self._must_say_hello.set()  # at once: a later report was read before it
             return True
         self._after, self._session = 0, self._session + 1
-        if not heard.welcome:
+        if not heard.accepted:
             self.is_fenced = True
             self.counters["hellos_refused"] += 1
             return False

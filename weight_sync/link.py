@@ -20,12 +20,12 @@ class ReceiverLink:
     """A client of the receiver beside this replica.
 
     Calls are numbered: one that was given up and comes late is not believed. Pins have numbers of their own,
-    for polls go on meanwhile. Who was born earlier than another one that has spoken is not heard: a process
-    that is thought dead, and lives on beside its successor.
+    for polls go on meanwhile. A process that started before another one that has called is refused: it is
+    thought dead, and lives on beside its successor.
 
     Args:
-        born: When the replica's process was given its work, in nanoseconds of the runtime's clock, which all
-            processes of a host share; now, without one.
+        started_ns: When the replica's process was given its work, in nanoseconds of the runtime's clock,
+            which all processes of a host share; now, without one.
 
     >>> # staged = await link.next_staged(serving_number=0, wait_s=5.0)
     >>> # for name, tensor in open_tensors(staged): ...
@@ -41,11 +41,11 @@ class ReceiverLink:
         runtime: Runtime,
         receiver_address: str,
         keys: ClientKeys | None = None,
-        born: int | None = None,
+        started_ns: int | None = None,
     ) -> None:
         self._client = AsyncClient(runtime, receiver_address, keys)
-        self._born = int(runtime.now() * 1e9) if born is None else born
-        self._life = runtime.new_id()
+        self._started_ns = int(runtime.now() * 1e9) if started_ns is None else started_ns
+        self._incarnation = runtime.new_id()
         self._seqs, self._pin_seqs = itertools.count(1), itertools.count(1)
         self.is_fenced = False
 
@@ -62,7 +62,11 @@ class ReceiverLink:
         """
         try:
             asked = wire.NextStaged(
-                serving=serving_number, wait_s=wait_s, life=self._life, born=self._born, seq=next(self._seqs)
+                serving=serving_number,
+                wait_s=wait_s,
+                incarnation=self._incarnation,
+                started_ns=self._started_ns,
+                seq=next(self._seqs),
             )
             heard = await self._client.ask(wire.NEXT_STAGED, asked, deadline_s=wait_s + MARGIN_S)
         except DeadlineExceeded:
@@ -79,7 +83,12 @@ class ReceiverLink:
     async def report_loaded(self, number: int, ok: bool, error: str = "") -> None:
         """Say that version `number` is loaded and served, or that the engine holds nothing usable."""
         told = wire.Loaded(
-            number=number, ok=ok, error=error, life=self._life, born=self._born, seq=next(self._seqs)
+            number=number,
+            ok=ok,
+            error=error,
+            incarnation=self._incarnation,
+            started_ns=self._started_ns,
+            seq=next(self._seqs),
         )
         await self._client.ask(wire.LOADED, told, deadline_s=CALL_DEADLINE_S)
 
@@ -88,17 +97,19 @@ class ReceiverLink:
 
         It ends with this replica too: with the first poll of another one.
         """
-        asked = wire.Pin(life=self._life, born=self._born, seq=next(self._pin_seqs))
+        asked = wire.Pin(incarnation=self._incarnation, started_ns=self._started_ns, seq=next(self._pin_seqs))
         await self._client.ask(wire.PIN, asked, deadline_s=CALL_DEADLINE_S)
 
     async def unpin(self) -> None:
         """Follow again."""
-        asked = wire.Unpin(life=self._life, born=self._born, seq=next(self._pin_seqs))
+        asked = wire.Unpin(
+            incarnation=self._incarnation, started_ns=self._started_ns, seq=next(self._pin_seqs)
+        )
         await self._client.ask(wire.UNPIN, asked, deadline_s=CALL_DEADLINE_S)
 
     async def drain(self) -> None:
         """Take no more versions; the replica is about to leave."""
-        asked = wire.Drain(life=self._life, born=self._born)
+        asked = wire.Drain(incarnation=self._incarnation, started_ns=self._started_ns)
         await self._client.ask(wire.DRAIN, asked, deadline_s=CALL_DEADLINE_S)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from asyncrl.core.service_status import PublisherStatus, ReceiverStatus
 MAX_ERROR_CHARACTERS = 500
 """Of an error of an engine, as much as is kept."""
 Bytes = Annotated[int, Meta(ge=0)]
-Life = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
+Incarnation = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
 
 
 # --- the publisher ----------------------------------------------------------------------------------
@@ -79,12 +79,13 @@ class OfReplica(Message, frozen=True, kw_only=True):
     """A request of the replica beside the receiver.
 
     Attributes:
-        life: Which process of the replica speaks. born: When it was given its work, by the host's clock.
+        incarnation: Unique per process of the replica.
+        started_ns: When it was given its work, by the host's clock.
         seq: Number of the call, of those that may come late: one behind a newer one is not believed.
     """
 
-    life: Life = ""
-    born: int = 0
+    incarnation: Incarnation = ""
+    started_ns: int = 0
     seq: int | None = None
 
 

@@ -127,7 +127,7 @@ class ReceiverService:
         self._serving = UNLOADED
         self._is_attended = self._is_draining = False
         self._pin = Pin()
-        self._life, self._newest_born = "", 0
+        self._replica_incarnation, self._newest_started_ns = "", 0
         self._parked: _Parked | None = None
         self._heard = ReportLog()
         self.counters: Counter[str] = Counter()
@@ -207,27 +207,27 @@ class ReceiverService:
 
     def _is_superseded(self, asked: wire.OfReplica) -> bool:
         """Tell whether the caller is an older process of the replica than one that has called."""
-        self._newest_born = max(self._newest_born, asked.born)
-        return 0 < asked.born < self._newest_born
+        self._newest_started_ns = max(self._newest_started_ns, asked.started_ns)
+        return 0 < asked.started_ns < self._newest_started_ns
 
     def _is_late(self, asked: wire.OfReplica, channel: str) -> bool:
         """Tell whether the replica has made a newer call: the state that this one tells of is out of date."""
-        return asked.seq is not None and not self._heard.is_new(channel, asked.life, asked.seq)
+        return asked.seq is not None and not self._heard.is_new(channel, asked.incarnation, asked.seq)
 
     def _take_poll(self, request: Request, asked: wire.NextStaged) -> None:
         if self._parked is not None:
             self._end_poll(None)  # the replica asks anew; it no longer waits for the older answer
-        self._note_process(asked.life)
+        self._note_process(asked.incarnation)
         self._note_serving(asked.serving)
         if not self._is_attended:
             self._is_attended = True
             self._session.report(told.Attended())
         self._parked = _Parked(request, self._clock.now() + asked.wait_s)
 
-    def _note_process(self, life: str) -> None:
-        self._note_pin(self._pin.meet(life))
-        if life != self._life:
-            self._life = life
+    def _note_process(self, incarnation: str) -> None:
+        self._note_pin(self._pin.meet(incarnation))
+        if incarnation != self._replica_incarnation:
+            self._replica_incarnation = incarnation
             self._staging.quarantine()
 
     def _note_serving(self, serving: int) -> None:
@@ -251,7 +251,7 @@ class ReceiverService:
         return wire.Handed(fenced=self._session.is_fenced)
 
     def _set_pin(self, asked: wire.OfReplica, *, is_held: bool) -> wire.Handed:
-        self._note_pin(self._pin.set(asked.life, is_held))
+        self._note_pin(self._pin.set(asked.incarnation, is_held))
         return wire.Handed(fenced=self._session.is_fenced)
 
     def _note_pin(self, has_changed: bool) -> None:

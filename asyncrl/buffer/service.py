@@ -62,7 +62,7 @@ MAX_EVALUATIONS_TOLD = 64
 MAX_METRICS_TOLD = 4096
 """Of all evaluations in a status."""
 AWAY_PAUSE_S = 0.05
-"""Between two tries to settle a turn, at least."""
+"""Between two tries to commit a turn, at least."""
 SLOW_SHARE = 0.1
 """Of a lease: a turn that takes longer leaves no time to renew it."""
 MAX_OUTBOX_BYTES = 64 << 20
@@ -105,7 +105,7 @@ class RequestHandler:
         self._outbox: list[Outgoing] = []
         self._outbox_bytes = 0
         self._has_changed = False
-        self._next_status = self._settled_at = -math.inf
+        self._next_status = self._committed_at = -math.inf
         self._is_status_old = True
         self._patience_noted = math.inf
         self._ops = Operations("the buffer", self.answer)
@@ -124,8 +124,8 @@ class RequestHandler:
     def wake_at(self) -> float:
         """Return when something is due: the end of a lease, a wait or a silence, the journal, a status."""
         store, due = self.store, self._next_status if self._is_status_old else math.inf
-        if not store.is_settled:
-            return min(due, max(store.journal.wake_at(), self._settled_at + AWAY_PAUSE_S))
+        if not store.is_committed:
+            return min(due, max(store.journal.wake_at(), self._committed_at + AWAY_PAUSE_S))
         waits = min(self._parked.next_deadline, self._replicas.next_silence, self._patience_ends)
         return min(due, waits, store.ledger.next_expiry, store.journal.wake_at())
 
@@ -136,7 +136,7 @@ class RequestHandler:
 
     def tick(self, now: float) -> None:
         """End what time has ended: leases, silent evaluators, waits."""
-        if self.store.is_settled:  # else nobody can renew
+        if self.store.is_committed:  # else nobody can renew
             self._has_changed |= self.store.ledger.expire(self.clock.now()) > 0
             self._has_changed |= self._replicas.expire_silent(self.clock.now())
             self._retire_absent()
@@ -154,7 +154,7 @@ class RequestHandler:
     def retire(self, replica: str) -> None:
         """Take back what a replica held that has died; while the journal is away, when it is back."""
         self._retiring.append(replica)
-        if self.store.is_settled:
+        if self.store.is_committed:
             self._retire_absent()
 
     def _retire_absent(self) -> None:
@@ -223,13 +223,13 @@ class RequestHandler:
 
     def end_turn(self) -> None:
         """Answer what can be answered, make the turn durable, send; without the journal, wait."""
-        now = self._settled_at = self.clock.now()
+        now = self._committed_at = self.clock.now()
         self._is_status_old = True
-        if self.store.is_settled:
+        if self.store.is_committed:
             self._try_parked(now)
         else:
             self._take_back(now)
-        if not self.store.settle(now):
+        if not self.store.commit(now):
             return
         self._forgive_slowness(now)
         outbox, self._outbox, self._outbox_bytes = self._outbox, [], 0
@@ -386,7 +386,7 @@ class BufferService:
             handler = self._handler
             # While the journal is away requests stay in their sockets: nobody could answer them.
             self._server.serve(
-                handler, stop, handler.end_turn, handler.is_full, lambda: self._store.is_settled
+                handler, stop, handler.end_turn, handler.is_full, lambda: self._store.is_committed
             )
             self._handler.refresh_status()
             self._handler.state = ServiceState.ENDED

@@ -1,7 +1,7 @@
 """Store of groups: keeps the ledger, its journal and the payloads in memory consistent.
 
 A ticket is one prompt to be trained; each lease of it is an attempt. Invariants: a STORED or RESERVED ticket
-has a payload in memory or in the journal; no reply is sent before `settle` has committed the change.
+has a payload in memory or in the journal; no reply is sent before `commit` has committed the change.
 Groups are checked here as they come in; a malformed one fails its attempt and is refused. One thread.
 """
 
@@ -34,8 +34,8 @@ class ExperienceStore:
         bounds: Upper limits on the lengths and numbers in a group.
 
     `counters` counts what was refused: `duplicates`, `late`, `malformed`, `failed/<reason>`, and so on.
-    `num_turns` counts commits that changed something, since this process began. `is_settled` tells whether
-    the last `settle` made all durable.
+    `num_turns` counts commits that changed something, since this process began. `is_committed` tells whether
+    the last `commit` made all durable.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ExperienceStore:
         self.journal = journal
         self.counters: Counter[str] = Counter()
         self.num_turns = 0
-        self.is_settled = True
+        self.is_committed = True
         self._group_size = group_size
         self._drops_constant_groups = drops_constant_groups
         self._needs_baseline = needs_baseline
@@ -77,7 +77,7 @@ class ExperienceStore:
             if not self.journal.holds(ticket.id, ticket.carry_attempt):
                 self._lose_carry(ticket.id)
         self.ledger.restart(now)
-        self.settle(now)
+        self.commit(now)
 
     def _keep_needed(self) -> None:
         tickets = self.ledger.state.tickets.values()
@@ -94,7 +94,7 @@ class ExperienceStore:
             LedgerError: No replica ever held a lease on this ticket and attempt.
         """
         verdict = self.ledger.judge_push(replica, ticket, attempt)
-        if verdict != "welcome":
+        if verdict != "accepted":
             self.counters["duplicates" if verdict == "duplicate" else verdict] += 1
             return verdict
         group = self._checked(replica, ticket, attempt, frames)
@@ -258,7 +258,7 @@ class ExperienceStore:
         self.ledger.resume(token, step, missing, is_fork=is_fork, note=note, refused=refused)
         self.counters["lost_payloads"] += len(missing)
 
-    def settle(self, now: float) -> bool:
+    def commit(self, now: float) -> bool:
         """Make all changes durable, then let go of payloads that are not needed any more.
 
         Returns:
@@ -268,13 +268,13 @@ class ExperienceStore:
         Raises:
             FencedError: Another buffer has taken the journal over.
         """
-        was_settled, self.is_settled = self.is_settled, self._commit(now)
-        if self.is_settled and not was_settled:
+        was_committed, self.is_committed = self.is_committed, self._commit_once(now)
+        if self.is_committed and not was_committed:
             self.ledger.restart(now)
-            self.is_settled = self._commit(now)
-        return self.is_settled
+            self.is_committed = self._commit_once(now)
+        return self.is_committed
 
-    def _commit(self, now: float) -> bool:
+    def _commit_once(self, now: float) -> bool:
         events = self.ledger.drain_events()
         if events:
             self.num_turns += 1

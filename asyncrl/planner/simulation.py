@@ -175,7 +175,7 @@ class Simulation:
         for one in self.replicas:
             one.engine.pass_time(now)
             mark.busy_s += one.engine.busy_s
-            mark.offered_s += now - one.born
+            mark.offered_s += now - one.started_at
             mark.sampled += one.engine.num_tokens - one.num_evaluated
         if self.buffer is not None:
             mark.buffer_busy_s, mark.buffer_ops = self.buffer.busy_s, self.buffer.num_ops

@@ -105,7 +105,7 @@ class Fleet:
         self.now += 1.0
         assert self.ledger.renew(replica, [(ticket, 1)], self.now) == []
         self.ledger.expire(self.now)
-        assert self.ledger.judge_push(replica, ticket, 1) == "welcome"
+        assert self.ledger.judge_push(replica, ticket, 1) == "accepted"
         self.ledger.store(ticket, 4096, 1 << 15, (version, version))
         self._idle.append(replica)
 

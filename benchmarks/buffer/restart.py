@@ -150,9 +150,9 @@ def _fill(kind: str, folder: Path, num_groups: int) -> int:
         frames = encode_group(_make_group(grant.ticket, grant.attempt))
         assert store.push("replica", grant.ticket, grant.attempt, frames) == "stored"
         if number % 4 == 3:
-            assert store.settle(0.0)
+            assert store.commit(0.0)
             store.journal.tick(0.0)
-    assert store.settle(0.0)
+    assert store.commit(0.0)
     sys.stdout.flush()
     os._exit(0)
 

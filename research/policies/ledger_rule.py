@@ -69,7 +69,7 @@ class LedgerRule:
 
     def finish(self, work: Work, time: float) -> None:
         self._renew(time)
-        assert self.ledger.judge_push(self._holders.pop(work.number), work.number, 1) == "welcome"
+        assert self.ledger.judge_push(self._holders.pop(work.number), work.number, 1) == "accepted"
         self.ledger.store(work.number, work.num_tokens, 1, (work.start_step + 1, self._version))
         self._read_events()
 

@@ -64,11 +64,11 @@ def train_two_steps(store: ExperienceStore) -> None:
             rewards = (1.0, 1.0) if grant.ticket == 2 else (0.0, 1.0)
             group = make_group(grant.ticket, grant.attempt, version, rewards)
             store.push("a", grant.ticket, grant.attempt, encode_group(group))
-            assert store.settle(0.0)
+            assert store.commit(0.0)
         assert len(batch) == 2
         ledger.trained(token, step, lag_max=0)
         version = ledger.register_version(token, step + 1)
-        assert store.settle(0.0)
+        assert store.commit(0.0)
 
 
 def ask(runs_dir: Path, *words: str) -> Result:
@@ -129,7 +129,7 @@ def test_of_a_ticket_whose_events_are_trimmed_the_snapshot_is_told(tmp_path: Pat
         store.journal.write_snapshot(store.ledger.state.as_snapshot())
         token = store.ledger.open("successor")
         store.ledger.resume(token, 0)
-        assert store.settle(0.0)
+        assert store.commit(0.0)
         lines = ask(tmp_path, "inspect", "ticket", "told", "1").stdout.splitlines()
         unknown = ask(tmp_path, "inspect", "ticket", "told", "99")
     assert [line.split(maxsplit=1)[0] for line in lines] == ["-", lines[1].split()[0]]

@@ -60,7 +60,7 @@ def push(store: ExperienceStore, tokenizer, rewards: tuple[float, float], spans:
     good.logprobs[4:6] = 0.0
     group = Group(grant.ticket, grant.attempt, prompt, (replace(good, num_turns=2), bad))
     store.push("a", grant.ticket, grant.attempt, encode_group(group))
-    assert store.settle(0.0)
+    assert store.commit(0.0)
     return grant.ticket
 
 
@@ -78,7 +78,7 @@ def train_three_steps(store: ExperienceStore, tokenizer) -> None:
             push(store, tokenizer, (reward, -reward), spans)
         assert ledger.reserve(token, step, 0.0) is not None
         ledger.trained(token, step, lag_max=min(step, 1))
-        assert store.settle(0.0)
+        assert store.commit(0.0)
 
 
 def ask(runs_dir: Path, *words: str) -> Result:
@@ -174,7 +174,7 @@ def test_the_newest_dropped_groups_keep_their_text_also_through_a_restart(
         refused = state.by_step[2][0].id
         ledger.trained(state.token, 2, [(refused, "guard")], lag_max=1)
         ledger.register_version(state.token, 3)  # no lease goes to weights that the resume abandoned
-        assert store.settle(0.0)
+        assert store.commit(0.0)
         kept = [number for number in state.tickets if store.journal.holds(number, 1)]
         assert [number for number in kept if state.tickets[number].reason] == [refused, 8, 9]
     with make_run(tmp_path, buffer) as store:
@@ -250,7 +250,7 @@ def test_a_step_whose_payloads_were_let_go_says_so(tmp_path: Path, tokenizer):
     with make_run(tmp_path, JOURNALS[1]) as store:
         train_three_steps(store, tokenizer)
         store.ledger.checkpointed(store.ledger.state.token, 3, "digest", [3])
-        assert store.settle(0.0)
+        assert store.commit(0.0)
         store.journal.tick(0.0)
         found = ask(tmp_path, "told")
     assert found.exit_code == 0

@@ -218,15 +218,15 @@ def make_run(folder: Path, journal: str = "file") -> None:
         version = store.ledger.register_version(token, 0)
         for step in range(2):
             grants = store.ledger.lease("rollout.0", version, 2, 0.0)
-            assert store.settle(0.0)
+            assert store.commit(0.0)
             for grant in grants:
                 group = make_group(grant.ticket, grant.attempt, version, (0.0, 1.0))
                 store.push("rollout.0", grant.ticket, grant.attempt, encode_group(group))
-                assert store.settle(0.0)
+                assert store.commit(0.0)
             assert store.ledger.reserve(token, step, 0.0) is not None
             store.ledger.trained(token, step, lag_max=0)
             version = store.ledger.register_version(token, step + 1)
-            assert store.settle(0.0)
+            assert store.commit(0.0)
     if journal == "none":
         last_s = 1e9
     else:

@@ -77,7 +77,7 @@ class Peer:
 
     name: str
     incarnation: str
-    born: int
+    started_ms: int
     boss: Boss | None = None
     is_stopped: bool = False
     orders: deque[tuple[int, Order]] = field(default_factory=deque)
@@ -182,8 +182,8 @@ class Thread:
 class ModelReceiver(Peer):
     """Does what `receiver.py` does, without sockets and threads."""
 
-    def __init__(self, name: str, incarnation: str, born: int, prefix: str) -> None:
-        super().__init__(name, incarnation, born)
+    def __init__(self, name: str, incarnation: str, started_ms: int, prefix: str) -> None:
+        super().__init__(name, incarnation, started_ms)
         self.staging = StagingArea(f"{prefix}{incarnation}-", incarnation)
         self.incoming: dict[int, Copy] = {}
         self.threads: dict[int, Thread] = {}
@@ -201,7 +201,7 @@ class ModelReceiver(Peer):
             attended=self.is_attended,
             pinned=self.is_pinned,
             draining=self.is_draining,
-            born=self.born,
+            started_ms=self.started_ms,
         )
         return coordination.hello(info, now)
 
@@ -287,14 +287,14 @@ class ModelReceiver(Peer):
 class ModelPublisher(Peer):
     """Does what `publisher.py` does; `number` is the version in its shared memory."""
 
-    def __init__(self, incarnation: str, born: int) -> None:
-        super().__init__(PUBLISHER, incarnation, born)
+    def __init__(self, incarnation: str, started_ms: int) -> None:
+        super().__init__(PUBLISHER, incarnation, started_ms)
         self.number = UNLOADED
         self.sending: dict[int, int] = {}
         self.began: dict[int, float] = {}
 
     def introduce(self, coordination: Coordination, now: float) -> bool:
-        publisher = PublisherInfo(self.incarnation, GLOO, "127.0.0.1", 1, now, born=self.born)
+        publisher = PublisherInfo(self.incarnation, GLOO, "127.0.0.1", 1, now, started_ms=self.started_ms)
         current = PolicyVersion(self.number, self.number) if self.number else None
         return coordination.publisher_hello(publisher, current, now)
 

@@ -85,7 +85,7 @@ def test_the_publisher_reserves_nothing_that_the_model_does_not_take(
 
 def test_a_false_publishers_manifest_is_refused_by_the_coordinator(cluster: Cluster) -> None:
     false = Client(ThreadRuntime(), cluster.coordinator.address)
-    info = PUBLISHER_INFO | {"name": "publisher", "incarnation": "false", "born": 0}
+    info = PUBLISHER_INFO | {"name": "publisher", "incarnation": "false", "started_ms": 0}
     for data in (manifest_of(2 << 30).to_bytes(), MAPS):
         with pytest.raises(WireError, match=r"manifest|takes up to"):
             false.call("publisher_hello", [data], deadline_s=30.0, **info)

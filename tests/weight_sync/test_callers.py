@@ -67,7 +67,7 @@ def test_a_peer_whose_name_or_abilities_are_none_is_refused_and_not_remembered(
     with pytest.raises(WireError):
         client.call("hello", deadline_s=30.0, **{**INFO, **WHO, "seq": 1, **changes})
     assert client.call("status", deadline_s=30.0).args["members"] == {}
-    assert client.call("hello", deadline_s=30.0, **INFO, **WHO).args["welcome"]
+    assert client.call("hello", deadline_s=30.0, **INFO, **WHO).args["accepted"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_publisher_whose_name_address_or_abilities_are_none_is_refused(
 ) -> None:
     with pytest.raises(WireError):
         client.call("publisher_hello", deadline_s=30.0, **PUBLISHER | changes)
-    assert client.call("publisher_hello", deadline_s=30.0, **PUBLISHER).args["welcome"]
+    assert client.call("publisher_hello", deadline_s=30.0, **PUBLISHER).args["accepted"]
 
 
 @pytest.mark.parametrize("name", ["serving", "staged", "attended", "pinned", "store_host", "store_port"])
@@ -88,7 +88,7 @@ def test_a_hello_that_leaves_out_what_counts_is_refused(client: Client, name: st
     operation, said = ("publisher_hello", PUBLISHER) if name in PUBLISHER else ("hello", {**INFO, **WHO})
     with pytest.raises(WireError, match=name):
         client.call(operation, deadline_s=30.0, **{key: value for key, value in said.items() if key != name})
-    assert client.call(operation, deadline_s=30.0, **said).args["welcome"]
+    assert client.call(operation, deadline_s=30.0, **said).args["accepted"]
 
 
 def test_a_reason_that_a_peer_reports_is_cut(client: Client, tmp_path: Path) -> None:

@@ -194,8 +194,8 @@ def test_a_call_that_a_replica_gave_up_changes_nothing_after_its_later_ones(clus
     (receiver,) = start(cluster, "receiver.0")
     publish(cluster.publisher_client(), 1)
 
-    def tell(op: str, seq: int, life: str = "a", **args: object) -> str:
-        reply = receiver.client.call(op, deadline_s=2 * WAIT_S, life=life, seq=seq, **args)
+    def tell(op: str, seq: int, incarnation: str = "a", **args: object) -> str:
+        reply = receiver.client.call(op, deadline_s=2 * WAIT_S, incarnation=incarnation, seq=seq, **args)
         return str(reply.args.get("path", ""))
 
     assert tell("next_staged", 1, serving=0, wait_s=WAIT_S)
@@ -207,7 +207,7 @@ def test_a_call_that_a_replica_gave_up_changes_nothing_after_its_later_ones(clus
     assert not tell("next_staged", 5, serving=1, wait_s=0.3), "version 1 is not loaded once more"
     wait_until(lambda: receiver.status().counters.get("late_calls") == 2, "both late calls to be seen")
     assert receiver.status().counters["failed_loads"] == 1
-    assert tell("next_staged", 1, life="b", serving=0, wait_s=WAIT_S), "a new process counts from 1"
+    assert tell("next_staged", 1, incarnation="b", serving=0, wait_s=WAIT_S), "a new process counts from 1"
 
 
 def test_a_publisher_whose_place_is_taken_takes_no_more_versions(cluster):
@@ -215,7 +215,7 @@ def test_a_publisher_whose_place_is_taken_takes_no_more_versions(cluster):
     publisher_client = cluster.publisher_client()
     publish(publisher_client, 1)
     assert publisher_client.has_room()
-    elsewhere = {"abilities": ["gloo"], "store_host": "127.0.0.1", "store_port": 1, "born": 1 << 50}
+    elsewhere = {"abilities": ["gloo"], "store_host": "127.0.0.1", "store_port": 1, "started_ms": 1 << 50}
     cluster.coordinator.client.call(
         "publisher_hello", deadline_s=WAIT_S, name=PUBLISHER, incarnation="elsewhere", **elsewhere
     )
@@ -279,10 +279,10 @@ def test_a_pin_ends_with_its_replica_though_this_receiver_never_heard_what_it_se
 def test_a_replica_that_is_thought_dead_is_not_heard_beside_its_successor(cluster):
     (receiver,) = start(cluster, "receiver.0")
     publish(cluster.publisher_client(), 1)
-    born = time.monotonic_ns()
+    started_ns = time.monotonic_ns()
     successor = ReceiverLink(ThreadRuntime(), receiver.address)
     older = ReceiverLink(
-        ThreadRuntime(), receiver.address, born=born
+        ThreadRuntime(), receiver.address, started_ns=started_ns
     )  # it was held up before it could make its link
 
     async def live_on() -> None:
@@ -306,11 +306,11 @@ def test_a_replica_that_is_thought_dead_is_not_heard_beside_its_successor(cluste
 def test_a_pin_that_was_given_up_and_comes_behind_its_unpin_holds_nothing(cluster):
     (receiver,) = start(cluster, "receiver.0")
     publish(cluster.publisher_client(), 1)
-    life = {"life": "a"}
-    receiver.client.call("unpin", deadline_s=WAIT_S, seq=2, **life)
-    receiver.client.call("pin", deadline_s=WAIT_S, seq=1, **life)
+    incarnation = {"incarnation": "a"}
+    receiver.client.call("unpin", deadline_s=WAIT_S, seq=2, **incarnation)
+    receiver.client.call("pin", deadline_s=WAIT_S, seq=1, **incarnation)
     reply = receiver.client.call(
-        "next_staged", deadline_s=2 * WAIT_S, seq=1, serving=0, wait_s=WAIT_S, **life
+        "next_staged", deadline_s=2 * WAIT_S, seq=1, serving=0, wait_s=WAIT_S, **incarnation
     )
     assert reply.args["path"]
 

@@ -122,7 +122,7 @@ class Caller:
         )
 
     def say_hello(self) -> None:
-        args = {**self._who, **self._info, "born": 1, "token": self._token}
+        args = {**self._who, **self._info, "started_ms": 1, "token": self._token}
         operation = "publisher_hello" if self._who["name"] == PUBLISHER else "hello"
         self._token = self._reports.call(operation, self._frames, WAIT_S, **args).args["token"]
 
@@ -251,7 +251,7 @@ def test_who_is_told_that_it_is_unknown_says_no_hello_if_its_other_thread_has_do
 
         def answer(op: str) -> dict[str, Any]:
             if op == "hello":
-                return {"poll_s": 0.1, "welcome": True}
+                return {"poll_s": 0.1, "accepted": True}
             is_known = session._session > 1
             session._session = 2  # the other thread says hello while this answer is on its way
             if is_known:
@@ -310,7 +310,7 @@ def test_reports_go_on_after_one_that_found_no_descriptor_left(tmp_path: Path) -
             if op == "report" and is_known:
                 session._stop.set()
                 session._reports.put(None)
-            return {"known": is_known} if op == "report" else {"poll_s": 0.1, "welcome": True}
+            return {"known": is_known} if op == "report" else {"poll_s": 0.1, "accepted": True}
 
         session._introduce = introduce_later
         session.report(Attended())

@@ -66,5 +66,5 @@ def publisher_info_of(hello: PublisherHello, now: float) -> PublisherInfo:
         hello.store_host,
         hello.store_port,
         now,
-        born=hello.born,
+        started_ms=hello.started_ms,
     )

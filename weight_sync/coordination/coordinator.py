@@ -96,8 +96,8 @@ class CoordinatorService:
         self._snapshot = self._describe(ServiceState.STARTING)
         self._ops = Operations("the coordinator")
         self._ops.add(wire.STATUS, lambda _, __: self._snapshot)
-        self._add(wire.HELLO, lambda _, asked: self._welcome(asked, partial(self._coordination.hello, asked)))
-        self._add(wire.PUBLISHER_HELLO, self._welcome_publisher)
+        self._add(wire.HELLO, lambda _, asked: self._meet(asked, partial(self._coordination.hello, asked)))
+        self._add(wire.PUBLISHER_HELLO, self._meet_publisher)
         self._add(wire.NEXT_ORDER, self._park)
         self._add(wire.REPORT, self._take_report)
 
@@ -159,38 +159,38 @@ class CoordinatorService:
 
     # --- hellos -----------------------------------------------------------------------------------
 
-    def _welcome_publisher(self, request: Request, asked: wire.PublisherHello) -> wire.Welcome:
+    def _meet_publisher(self, request: Request, asked: wire.PublisherHello) -> wire.HelloReply:
         def join(now: float) -> bool:
             current = self._take_manifest(request)
             return self._coordination.publisher_hello(publisher_info_of(asked, now), current, now)
 
-        return self._welcome(asked, join)
+        return self._meet(asked, join)
 
-    def _welcome(self, asked: wire.Hello, join: Callable[[float], bool]) -> wire.Welcome:
+    def _meet(self, asked: wire.Hello, join: Callable[[float], bool]) -> wire.HelloReply:
         """Let a peer join, unless it has said something later.
 
         Args:
-            join: Called with the time; returns whether the peer is welcome.
+            join: Called with the time; returns whether the peer is accepted.
         """
         name, incarnation = asked.name, asked.incarnation
         if asked.seq and not self._hellos.is_new(name, incarnation, asked.seq):
             # It was read behind a later one, and its info is old: a member would be thought to serve nothing.
-            return self._answer_hello(is_welcome=True)
+            return self._answer_hello(is_accepted=True)
         if asked.told is not None and asked.told < self._reports.newest(name, incarnation):
             # A report that was made after its info was read before it: the info would undo what that said.
-            return self._answer_hello(is_welcome=True, is_outdated=True)
-        is_welcome = join(self._clock.now())
-        if is_welcome:
+            return self._answer_hello(is_accepted=True, is_outdated=True)
+        is_accepted = join(self._clock.now())
+        if is_accepted:
             box = self._order_queues.get(name)
             if box is not None and box.parked is not None:
                 self._outdated.append((box.parked, name, box.incarnation == incarnation))
             self._order_queues[name] = OrderQueue.opened(incarnation, self._coordination.token, box)
-        log.info("hello %s %s", name, "" if is_welcome else "(refused)")
-        return self._answer_hello(is_welcome=is_welcome)
+        log.info("hello %s %s", name, "" if is_accepted else "(refused)")
+        return self._answer_hello(is_accepted=is_accepted)
 
-    def _answer_hello(self, *, is_welcome: bool, is_outdated: bool = False) -> wire.Welcome:
+    def _answer_hello(self, *, is_accepted: bool, is_outdated: bool = False) -> wire.HelloReply:
         coordination = self._coordination
-        return wire.Welcome(coordination.token, coordination.timing.poll_s, is_welcome, is_outdated)
+        return wire.HelloReply(coordination.token, coordination.timing.poll_s, is_accepted, is_outdated)
 
     def _take_manifest(self, request: Request) -> PolicyVersion | None:
         if not request.frames:

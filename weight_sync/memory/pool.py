@@ -55,13 +55,15 @@ class SegmentPool(Slots[Slot]):
 
     Args:
         prefix: Start of all its segments' names.
-        life: Part of the names that tells this process from others.
+        incarnation: Part of the names that tells this process from others.
         num_slots: At least 2. keeps_sent: As of `Slots`; takes a slot more.
     """
 
-    def __init__(self, prefix: str, life: str, num_slots: int = NUM_SLOTS, keeps_sent: bool = False) -> None:
+    def __init__(
+        self, prefix: str, incarnation: str, num_slots: int = NUM_SLOTS, keeps_sent: bool = False
+    ) -> None:
         super().__init__([Slot() for _ in range(num_slots)], keeps_sent=keeps_sent)
-        self._prefix, self._life = prefix, life
+        self._prefix, self._incarnation = prefix, incarnation
         self._serial = 0
         self.token = NO_TOKEN
         self._state_file = PublisherStateFile(prefix)
@@ -206,5 +208,5 @@ class SegmentPool(Slots[Slot]):
             segments.unlink(slot.path)
         self._serial += 1
         slot.path, slot.bytes_B, slot.num_bytes = "", None, 0
-        slot.path = segments.create(f"{self._prefix}t{self.token}-{self._life}-{self._serial}", 0)
+        slot.path = segments.create(f"{self._prefix}t{self.token}-{self._incarnation}-{self._serial}", 0)
         slot.token = self.token

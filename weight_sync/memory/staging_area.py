@@ -35,12 +35,12 @@ class StagingArea:
     """See the module. `prefix` starts the names of all its segments; leftovers of it are removed.
 
     Args:
-        life: Part of the names that no other staging of this prefix has, before or after.
+        incarnation: Part of the names that no other staging of this prefix has, before or after.
         keeps_base: The newest verified copy stays, loaded or not, for differences to it: one segment more.
     """
 
-    def __init__(self, prefix: str, life: str, keeps_base: bool = False) -> None:
-        self._prefix, self._life, self._serial = prefix, life, 0
+    def __init__(self, prefix: str, incarnation: str, keeps_base: bool = False) -> None:
+        self._prefix, self._incarnation, self._serial = prefix, incarnation, 0
         self._free: list[tuple[str, torch.Tensor]] = []
         self._abandoned: dict[int, Copy] = {}
         self._copies: Copies[Copy] = Copies(self.give_back)
@@ -83,7 +83,7 @@ class StagingArea:
                 return Copy(manifest, path, bytes_B)
         self._serial += 1
         # No name twice, whoever has it: an engine that was told of a copy may come for it much later.
-        path = segments.create(f"{self._prefix}{self._life}-{self._serial}", manifest.total_bytes)
+        path = segments.create(f"{self._prefix}{self._incarnation}-{self._serial}", manifest.total_bytes)
         mapping = segments.attach(path, manifest.total_bytes)
         return Copy(manifest, path, torch.frombuffer(mapping, dtype=torch.uint8))
 

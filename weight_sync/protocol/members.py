@@ -49,7 +49,7 @@ class PublisherInfo:
 
     Attributes:
         is_missed: It has been blamed for its silence and has not spoken since.
-        born: As in `Hello`.
+        started_ms: As in `Hello`.
     """
 
     incarnation: str
@@ -58,7 +58,7 @@ class PublisherInfo:
     store_port: int
     last_seen: float
     is_missed: bool = False
-    born: int = 0
+    started_ms: int = 0
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Member:
     is_pinned: bool = False
     is_attended: bool = False
     is_unheard: bool = False
-    born: int = 0
+    started_ms: int = 0
     base: int = UNLOADED
     staging: int | None = None
     staged: int | None = None

@@ -40,14 +40,14 @@ class Hello(OfPeer, frozen=True, kw_only=True):
     """Introduction of a peer.
 
     Attributes:
-        born: Start of its process, in milliseconds of the wall clock; an older one is refused while a newer
-            one lives under the same name.
+        started_ms: Start of its process, in milliseconds of the wall clock; an older one is refused while a
+            newer one lives under the same name.
         seq: Number of the hello; one that is read behind a later one says nothing. 0 for none.
         told: Number of the last report that it was written after; None from who does not count.
     """
 
     abilities: Annotated[tuple[Text, ...], Meta(max_length=MAX_ABILITIES)]
-    born: int = 0
+    started_ms: int = 0
     seq: int = 0
     told: int | None = None
 
@@ -77,12 +77,12 @@ class PublisherHello(Hello, frozen=True, kw_only=True):
     store_port: int
 
 
-class Welcome(Message, frozen=True):
+class HelloReply(Message, frozen=True):
     """Answer to a hello: `poll_s` is how long a poll is parked, `outdated` asks for another hello."""
 
     token: int
     poll_s: float
-    welcome: bool
+    accepted: bool
     outdated: bool = False
 
 
@@ -125,8 +125,8 @@ class Reported(Message, frozen=True):
     known: bool
 
 
-HELLO = Operation("hello", ReceiverHello, Welcome)
-PUBLISHER_HELLO = Operation("publisher_hello", PublisherHello, Welcome)
+HELLO = Operation("hello", ReceiverHello, HelloReply)
+PUBLISHER_HELLO = Operation("publisher_hello", PublisherHello, HelloReply)
 NEXT_ORDER = Operation("next_order", NextOrder, Orders)
 REPORT = Operation("report", Report, Reported)
 STATUS = Operation("status", AskStatus, CoordinatorStatus)

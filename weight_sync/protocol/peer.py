@@ -52,14 +52,14 @@ class Pin:
         self.is_held = False
         self._holder = ""
 
-    def set(self, life: str, is_held: bool) -> bool:
-        """Process `life` of the replica pins or unpins."""
-        self._holder = life
+    def set(self, incarnation: str, is_held: bool) -> bool:
+        """Process `incarnation` of the replica pins or unpins."""
+        self._holder = incarnation
         return self._change(is_held)
 
-    def meet(self, life: str) -> bool:
-        """Process `life` of the replica polls: a pin of another one is over."""
-        return life != self._holder and self._change(False)
+    def meet(self, incarnation: str) -> bool:
+        """Process `incarnation` of the replica polls: a pin of another one is over."""
+        return incarnation != self._holder and self._change(False)
 
     def end(self) -> bool:
         """The engine was started anew."""

@@ -159,7 +159,7 @@ class Coordination:
         if known.incarnation == info.incarnation:
             return known.state is MemberState.RETIRED
         is_alive = known.is_listening and not self._state.is_silent(known.last_seen, now)
-        return is_alive and info.born < known.born
+        return is_alive and info.started_ms < known.started_ms
 
     def _raise(self, member: Member) -> None:
         """Take a member back that was thought dead; its replica must speak before it counts.
@@ -173,7 +173,7 @@ class Coordination:
             self._state.order(member.name, Withdraw())
 
     def _take_info(self, member: Member, info: ReceiverHello, now: float) -> None:
-        member.serving, member.last_seen, member.born = info.serving, now, info.born
+        member.serving, member.last_seen, member.started_ms = info.serving, now, info.started_ms
         member.is_attended = info.attended and not member.is_unheard
         member.is_pinned, member.base = info.pinned, info.base
         if info.draining and member.is_listening:
@@ -190,7 +190,7 @@ class Coordination:
         """
         known = self.publisher
         is_same = known is not None and known.incarnation == publisher.incarnation
-        is_older = known is not None and not is_same and publisher.born < known.born
+        is_older = known is not None and not is_same and publisher.started_ms < known.started_ms
         if is_older and known is not None and now - known.last_seen < self.timing.dead_s:
             self.counters["refused_hellos"] += 1
             return False

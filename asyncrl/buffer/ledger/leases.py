@@ -197,13 +197,13 @@ class ReplicaCommands:
         return found.attempt == attempt and found.replica == replica
 
     def judge_push(self, replica: str, ticket: int, attempt: int) -> str:
-        """Return `welcome`, `duplicate` (this attempt was stored before) or `late` (it lost its lease).
+        """Return `accepted`, `duplicate` (this attempt was stored before) or `late` (it lost its lease).
 
         Raises:
             LedgerError: The ticket was never issued, or this attempt of it was never leased.
         """
         if self.holds_lease(replica, ticket, attempt):
-            return "welcome"
+            return "accepted"
         if not 1 <= ticket <= self.state.num_issued:
             raise LedgerError(f"ticket {ticket} was never issued")
         found = self.state.tickets.get(ticket)
@@ -224,7 +224,7 @@ class ReplicaCommands:
         is_masked: bool = False,
         is_uniform: bool = False,
     ) -> str:
-        """Store a welcome group, or drop one that would train nothing; return `stored` or `dropped`.
+        """Store an accepted group, or drop one that would train nothing; return `stored` or `dropped`.
 
         Args:
             numbers: Of the versions that sampled it. is_masked: No token of it may be trained.
@@ -243,7 +243,7 @@ class ReplicaCommands:
         return "dropped"
 
     def store(self, ticket: int, num_tokens: int, num_bytes: int, versions: tuple[int, int]) -> None:
-        """Store a welcome group; `versions` are the lowest and the highest number that sampled it.
+        """Store an accepted group; `versions` are the lowest and the highest number that sampled it.
 
         Raises:
             LedgerError: The ticket is not leased, or a version was never registered.
@@ -297,12 +297,12 @@ class ReplicaCommands:
                 raise LedgerError(f"version {number} was never registered")
 
     def drop_uniform(self, ticket: int) -> None:
-        """Drop a welcome group whose rewards are all equal; its prompt is given up."""
+        """Drop an accepted group whose rewards are all equal; its prompt is given up."""
         self._leased(ticket)
         self._emit(ev.Dropped(ticket, DropReason.UNIFORM.value, True))
 
     def drop_masked(self, ticket: int) -> None:
-        """Drop a welcome group of which no token may be trained; its prompt is given up."""
+        """Drop an accepted group of which no token may be trained; its prompt is given up."""
         self._leased(ticket)
         self._emit(ev.Dropped(ticket, DropReason.MASKED.value, True))
 

@@ -92,7 +92,7 @@ class BufferActor(Actor):
         )
         spans: Spans = args["spans"]
         result = self.ledger.judge_push(src, ticket, attempt)
-        if result == "welcome":
+        if result == "accepted":
             num_bytes = num_tokens * BYTES_PER_TOKEN + BYTES_PER_TRAJECTORY * setting.trained_samples
             num_bytes = min(num_bytes, setting.ledger.max_group_bytes)
             is_uniform = bool(setting.uniform_share) and self.world.random.random() < setting.uniform_share

@@ -69,7 +69,7 @@ class ReplicaActor(Actor):
         self._receiver = receiver
         self.engine = SimulatedEngine(rates.token_rate, setting.max_sequences)
         self.engine.pass_time(world.now)
-        self.born = world.now
+        self.started_at = world.now
         self.state = STARTING
         self.serving = UNLOADED
         self.is_standby = is_standby

@@ -47,7 +47,7 @@ class CoordinatorActor(Actor):
         self._post()
 
     def on_publisher_hello(self, src: str, args: Args, call: int) -> None:
-        publisher = PublisherInfo(PUBLISHER_NAME, ABILITIES, "", 0, self.world.now, born=1)
+        publisher = PublisherInfo(PUBLISHER_NAME, ABILITIES, "", 0, self.world.now, started_ms=1)
         self.coordination.publisher_hello(publisher, None, self.world.now)
         self._post()
 
@@ -225,7 +225,7 @@ class ReceiverActor(Actor):
             staged=UNLOADED,
             attended=False,
             pinned=False,
-            born=1,
+            started_ms=1,
         )
         self.tell(COORDINATOR_NAME, "hello", info=info)
         self.every(HEARTBEAT_S, self._poll)

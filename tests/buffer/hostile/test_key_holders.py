@@ -170,7 +170,7 @@ class CoordinatorAbuse:
         dice = self._dice
         abilities = dice.choice((["gloo"], [], [[]], ["gloo", "nccl"], [1, None], ["g" * 5000]))
         marks = {name: self._number() for name in ("seq", "told")} if dice.random() < 0.3 else {}
-        said = {"abilities": abilities, "born": self._number()} | marks
+        said = {"abilities": abilities, "started_ms": self._number()} | marks
         if is_publisher:
             return said | {"store_host": "h" * dice.choice((9, 9, 9, 5000)), "store_port": self._number()}
         numbers = {name: self._number() for name in ("serving", "staged", "base")}

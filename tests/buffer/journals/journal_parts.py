@@ -114,16 +114,16 @@ def begin(store: ExperienceStore) -> int:
 
 
 def push(store: ExperienceStore, now: float = 0.0) -> int:
-    """Lease and push one group without settling; return its ticket."""
+    """Lease and push one group without committing; return its ticket."""
     (grant,) = store.ledger.lease("a", store.ledger.state.versions.last_number, 1, now)
     group = make_group(grant.ticket, grant.attempt, store.ledger.state.versions.last_number)
     assert store.push("a", grant.ticket, grant.attempt, encode_group(group)) == "stored"
     return grant.ticket
 
 
-def settle(store: ExperienceStore, deadline_s: float = 30.0) -> None:
+def commit(store: ExperienceStore, deadline_s: float = 30.0) -> None:
     """Settle until it is done."""
     end = time.monotonic() + deadline_s
-    while not store.settle(0.0):
+    while not store.commit(0.0):
         assert time.monotonic() < end, "the journal did not come back"
         time.sleep(0.01)

@@ -119,7 +119,7 @@ def test_of_dropped_groups_the_newest_are_shown(tmp_path: Path, monkeypatch: pyt
     version = store.ledger.register_version(store.ledger.open("learner"), 0)
     for _ in range(3):
         assert push_next(store, version, (1.0, 1.0)) == "dropped"
-        assert store.settle(0.0)
+        assert store.commit(0.0)
     held = [store.journal.holds(one.id, one.attempt) for one in store.ledger.state.dropped]
     assert held == [False, True, True]
     store.journal.close()
@@ -138,7 +138,7 @@ def test_what_is_shown_of_dropped_groups_keeps_no_old_file(tmp_path: Path) -> No
         assert store.ledger.reserve(token, step, 0.0) is not None
         store.ledger.trained(token, step)
         store.ledger.checkpointed(token, step + 1, "digest", [step + 1])
-        assert store.settle(0.0)
+        assert store.commit(0.0)
     files = len(list((tmp_path / "payloads").glob("*.segment")))
     assert files <= RECENT_SEGMENTS + 1 < 30
     newest_dropped = store.ledger.state.dropped[-1]

@@ -24,7 +24,7 @@ from asyncrl.core.experience import encode_group
 from asyncrl.core.obstacle import Cause
 from asyncrl.core.runtime.clock import ManualClock
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
-from tests.buffer.journals.journal_parts import Place, begin, push, settle
+from tests.buffer.journals.journal_parts import Place, begin, commit, push
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group
 
 
@@ -37,7 +37,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def store(tmp_path: Path) -> ExperienceStore:
     store = Place("file", tmp_path).open_store()
     begin(store)
-    settle(store)
+    commit(store)
     return store
 
 
@@ -57,16 +57,16 @@ def test_events_that_do_not_fit_are_written_when_they_do(store: ExperienceStore,
     token = store.ledger.state.token
     for _ in range(500):  # the pages that it has are filled first
         store.ledger.register_version(token, 0)
-        if not store.settle(0.0):
+        if not store.commit(0.0):
             break
     ticket = push(store)
-    assert not store.settle(0.0)
+    assert not store.commit(0.0)
     (found,) = journal.obstacles()
     assert found.cause is Cause.DISK_FULL and "database or disk is full" in found.reason
     assert str(tmp_path) in found.reason and "bytes free" in found.reason
     assert journal.status().is_away and journal.counters["disk_full"] == 1
     limit_pages(journal, 0)
-    settle(store)
+    commit(store)
     assert journal.obstacles() == [] and not journal.status().is_away
     last_number = store.ledger.state.versions.last_number
     journal.close()
@@ -80,7 +80,7 @@ def test_a_payload_that_does_not_fit_is_kept_and_written_before_its_event(
 ) -> None:
     store = Place("file", tmp_path, settings={"fsync": "never"}).open_store()
     begin(store)
-    settle(store)
+    commit(store)
     journal = journal_of(store)
     segment = journal._segments._file
     assert segment is not None
@@ -90,7 +90,7 @@ def test_a_payload_that_does_not_fit_is_kept_and_written_before_its_event(
     assert [one.cause for one in journal.obstacles()] == [Cause.DISK_FULL]
     assert "No space left on device" in journal.obstacles()[0].reason
     assert journal.holds(ticket, 1) and journal.read(ticket, 1) == encode_group(make_group(ticket))
-    settle(store)  # the segment that took nothing was left for a new one
+    commit(store)  # the segment that took nothing was left for a new one
     assert journal.obstacles() == []
     journal.close()
     again = Place("file", tmp_path).open_store()
@@ -101,13 +101,13 @@ def test_a_payload_that_does_not_fit_is_kept_and_written_before_its_event(
 def test_a_snapshot_that_does_not_fit_costs_nothing(store: ExperienceStore) -> None:
     journal = journal_of(store)
     push(store)
-    settle(store)
+    commit(store)
     limit_pages(journal, 1)
     journal.write_snapshot({"filler": os.urandom(1 << 20)})
     assert [one.cause for one in journal.obstacles()] == [Cause.DISK_FULL]
     limit_pages(journal, 0)
     push(store)
-    settle(store)
+    commit(store)
     assert journal.obstacles() == []
 
 
@@ -117,11 +117,11 @@ def test_a_disk_that_became_read_only_is_waited_for(
     journal = journal_of(store)
     journal._database.execute("PRAGMA query_only=ON")  # SQLite's own SQLITE_READONLY
     ticket = push(store)
-    assert not store.settle(0.0)
+    assert not store.commit(0.0)
     (found,) = journal.obstacles()
     assert found.reason.startswith(f"the disk of {tmp_path} is read-only, and nothing can be journalled: ")
     journal._database.execute("PRAGMA query_only=OFF")
-    settle(store)
+    commit(store)
     assert journal.obstacles() == []
 
     def refuse(*_: object) -> int:
@@ -135,7 +135,7 @@ def test_a_disk_that_became_read_only_is_waited_for(
             journal._segments.append(ticket, 2, [b"x"])
         journal.append(ticket, 2, [b"x"])
     assert "is read-only" in journal.obstacles()[0].reason and journal.holds(ticket, 2)
-    settle(store)
+    commit(store)
     assert journal.obstacles() == [] and journal.read(ticket, 2) == [b"x"]
 
 
@@ -145,7 +145,7 @@ def test_files_that_a_read_only_disk_keeps_are_deleted_later(
     store = Place("file", tmp_path, settings={"segment_bytes": 1}).open_store()
     begin(store)
     ticket = push(store)
-    settle(store)
+    commit(store)
     journal = journal_of(store)
     path = journal._segments._path(1)
     journal.release(ticket)
@@ -175,7 +175,7 @@ def test_a_write_that_takes_long_is_told_while_it_does(
     store = Place("file", tmp_path, settings={"fsync": "always", "sync": sync}).open_store()
     begin(store)
     push(store)
-    writing = threading.Thread(target=settle, args=(store,))
+    writing = threading.Thread(target=commit, args=(store,))
     writing.start()
     journal, end = journal_of(store), time.monotonic() + 30.0
     while not (found := journal.obstacles()):
@@ -206,13 +206,13 @@ def test_an_error_that_is_not_about_room_is_not_waited_for(store: ExperienceStor
     journal._database.execute("DROP TABLE turns")
     push(store)
     with pytest.raises(sqlite3.OperationalError, match="no such table"):
-        store.settle(0.0)
+        store.commit(0.0)
 
 
 def test_a_service_on_a_full_disk_says_so_at_once_and_goes_on_when_there_is_room(small_disk: Path) -> None:
     store = ExperienceStore(SETTINGS, FileJournal(small_disk / "buffer"), GROUP_SIZE, True, now=0.0)
     begin(store)
-    settle(store)
+    commit(store)
     service, stop = BufferService(store, ThreadRuntime()), ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,))
     ballast = small_disk / "ballast"

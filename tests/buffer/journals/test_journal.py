@@ -39,7 +39,7 @@ def push(store: ExperienceStore, version: int = 1) -> int:
         store.push("a", grant.ticket, grant.attempt, encode_group(make_group(grant.ticket, grant.attempt)))
         == "stored"
     )
-    store.settle(0.0)
+    store.commit(0.0)
     return grant.ticket
 
 
@@ -51,7 +51,7 @@ def start(store: ExperienceStore) -> int:
 
 
 def reopen(folder: Path, store: ExperienceStore) -> ExperienceStore:
-    store.settle(0.0)
+    store.commit(0.0)
     store.journal.close()
     return make_store(folder)
 
@@ -60,7 +60,7 @@ def test_leases_survive_a_restart_with_a_fresh_deadline(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     start(store)
     store.ledger.lease("a", 1, 1, 0.0)
-    store.settle(0.0)
+    store.commit(0.0)
     store.journal.close()
     again = ExperienceStore(store.ledger.settings, FileJournal(tmp_path), 2, True, now=500.0)
     assert again.ledger.expire(509.9) == 0
@@ -547,14 +547,14 @@ def test_a_group_pushed_after_its_carried_work_was_found_lost_stays(tmp_path: Pa
     start(store)
     (grant,) = store.ledger.lease("a", 1, 1, 0.0)
     store.carry("a", grant.ticket, 1, encode_group(make_group(grant.ticket, 1)))
-    store.settle(0.0)
+    store.commit(0.0)
     store.ledger.lease("a", 1, 1, 0.0)
-    store.settle(0.0)
+    store.commit(0.0)
     store._payloads.clear()  # as after a restart
     store.journal.release(grant.ticket)  # as if its record were damaged
     assert store.fetch_carry("a", grant.ticket, 2) is None
     assert store.push("a", grant.ticket, 2, encode_group(make_group(grant.ticket, 2))) == "stored"
-    assert store.settle(0.0)
+    assert store.commit(0.0)
     assert store.journal.holds(grant.ticket, 2)
     store.journal.close()
 
@@ -564,7 +564,7 @@ def test_carried_work_that_is_damaged_while_the_buffer_is_away_is_generated_agai
     start(store)
     (grant,) = store.ledger.lease("a", 1, 1, 0.0)
     store.carry("a", grant.ticket, 1, encode_group(make_group(grant.ticket, 1)))
-    store.settle(0.0)
+    store.commit(0.0)
     store.journal.close()
     newest_segment(tmp_path).unlink()
     again = make_store(tmp_path, memory_bytes=1 << 26)

@@ -14,7 +14,7 @@ from asyncrl.buffer.ledger.events import Event, Opened
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.core.errors import CheckpointError
 from asyncrl.core.experience import encode_group
-from tests.buffer.journals.journal_parts import Place, begin, push, settle
+from tests.buffer.journals.journal_parts import Place, begin, commit, push
 from tests.buffer.parts import make_group, make_store
 
 REMEMBERING = ("file", "redis", "simulated")
@@ -170,9 +170,9 @@ def test_a_snapshot_is_asked_for_after_so_many_events(place: Place) -> None:
 def test_the_events_of_a_turn_that_was_not_committed_are_not_there(place: Place) -> None:
     store = place.open_store()
     begin(store)
-    settle(store)
+    commit(store)
     push(store)
-    store.journal.close()  # the process ends before it settles
+    store.journal.close()  # the process ends before it commits
     again = place.open_store()
     assert again.ledger.state.num_issued == 0
     assert not again.journal.holds(1, 1)
@@ -183,7 +183,7 @@ def test_a_damaged_payload_is_found_when_it_is_read_and_its_ticket_issued_again(
     store = place.open_store()
     token = begin(store)
     tickets = [push(store), push(store)]
-    settle(store)
+    commit(store)
     store.journal.close()
     place.damage_payload(2)
     again = place.open_store()
@@ -202,9 +202,9 @@ def test_a_ledger_comes_back_as_it_was(place: Place) -> None:
     store = place.open_store()
     token = begin(store)
     tickets = [push(store), push(store)]
-    settle(store)
+    commit(store)
     store.ledger.reserve(token, 0, 0.0)
-    settle(store)
+    commit(store)
     store.journal.close()
     again = place.open_store()
     for ticket in again.ledger.state.tickets.values():
@@ -219,16 +219,16 @@ def test_trained_payloads_stay_for_the_replay_until_a_checkpoint_has_passed_them
     store = place.open_store()
     token = begin(store)
     tickets = [push(store), push(store)]
-    settle(store)
+    commit(store)
     store.ledger.reserve(token, 0, 0.0)
     store.ledger.trained(token, 0)
-    settle(store)
+    commit(store)
     token = store.ledger.open("successor")
     store.resume(token, 0)
     assert [len(payload) for payload in store.fetch(tickets)[0]] == [7, 7]
     store.ledger.trained(token, 0)
     store.ledger.checkpointed(token, 1, "digest", [1])
-    settle(store)
+    commit(store)
     assert [store.journal.read(ticket, 1) for ticket in tickets] == [None, None]
     store.journal.close()
 
@@ -237,10 +237,10 @@ def test_without_a_journal_a_resume_generates_trained_groups_again() -> None:
     store = make_store()
     token = begin(store)
     push(store), push(store)
-    settle(store)
+    commit(store)
     store.ledger.reserve(token, 0, 0.0)
     store.ledger.trained(token, 0)
-    settle(store)
+    commit(store)
     token = store.ledger.open("successor")
     store.resume(token, 0)
     assert store.ledger.state.counts[State.ISSUED] == 2

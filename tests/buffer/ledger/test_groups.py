@@ -103,7 +103,7 @@ def test_carried_work_is_kept_for_the_next_attempt_and_never_trained_as_it_is() 
     grant = lease(store)
     frames = encode_group(make_group(grant.ticket, grant.attempt))
     assert store.carry("a", grant.ticket, grant.attempt, frames) == "carried"
-    store.settle(0.0)
+    store.commit(0.0)
     assert store.ledger.state.counts[State.STORED] == 0
     again = lease(store)
     assert (again.ticket, again.attempt, again.carry_attempt) == (grant.ticket, 2, 1)
@@ -112,7 +112,7 @@ def test_carried_work_is_kept_for_the_next_attempt_and_never_trained_as_it_is() 
     assert store.fetch_carry("b", again.ticket, again.attempt) is None, "only for who holds the lease"
     assert store.carry("a", grant.ticket, grant.attempt, frames) == "late"
     assert push(store, again) == "stored"
-    store.settle(0.0)
+    store.commit(0.0)
     push(store, lease(store))
     batch = store.ledger.reserve(token, 0, 0.0)
     assert batch is not None

@@ -134,8 +134,8 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         replica, grant, versions = drawn
         verdict = self.ledger.judge_push(replica, grant.ticket, grant.attempt)
-        assert (verdict == "welcome") == self.is_held(replica, grant)
-        if verdict != "welcome":
+        assert (verdict == "accepted") == self.is_held(replica, grant)
+        if verdict != "accepted":
             self.refused(LedgerError, lambda: self.ledger.drop_uniform(10**6))
             return
         if is_uniform:
@@ -159,7 +159,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if result == "carried":
             self.model.tokens[grant.ticket, grant.attempt] = versions
             assert self.state.tickets[grant.ticket].carry_attempt == grant.attempt
-        assert self.ledger.judge_push(replica, grant.ticket, grant.attempt) != "welcome"
+        assert self.ledger.judge_push(replica, grant.ticket, grant.attempt) != "accepted"
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
     def wait(self, seconds: float) -> None:

@@ -126,15 +126,15 @@ def test_what_comes_too_late_changes_nothing(
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_only_the_holder_of_the_lease_is_welcome(state: str) -> None:
+def test_only_the_holder_of_the_lease_is_accepted(state: str) -> None:
     run = make_run(state)
-    verdicts = {"leased": "welcome", "dropped": "late", "folded": "late"}
+    verdicts = {"leased": "accepted", "dropped": "late", "folded": "late"}
     if state in ("unknown", "issued"):
         attempt = 1 if state == "unknown" else 2
         check_refused(run.ledger, LedgerError, lambda: run.ledger.judge_push("a", TICKET, attempt))
     else:
         assert run.ledger.judge_push("a", TICKET, 1) == verdicts.get(state, "duplicate")
-        assert run.ledger.judge_push("b", TICKET, 1) != "welcome"
+        assert run.ledger.judge_push("b", TICKET, 1) != "accepted"
 
 
 def resumed(run: Run) -> Run:

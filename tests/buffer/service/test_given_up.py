@@ -60,7 +60,7 @@ def test_a_lease_that_lay_in_the_socket_until_its_caller_gave_up_is_not_granted(
         for _ in range(5):
             client.call("status")  # the quickest of them is what delays are measured against
         journal.is_away = True
-        while store.is_settled:
+        while store.is_committed:
             time.sleep(0.01)
         for _ in range(2):
             with pytest.raises(DeadlineExceeded):

@@ -60,14 +60,14 @@ def train_three_steps(store: ExperienceStore, checkpoints: CheckpointStore) -> N
         store.push(
             "a", grant.ticket, grant.attempt, encode_group(make_group(grant.ticket, grant.attempt, version))
         )
-        store.settle(0.0)
+        store.commit(0.0)
         assert ledger.reserve(token, step, 0.0) is not None
         ledger.trained(token, step, lag_max=0)
         if step != 1:
             checkpoints.prepare(step + 1)
             digest = checkpoints.seal(step + 1, token)
             ledger.checkpointed(token, step + 1, digest, [1] if step == 0 else [1, 3])
-        store.settle(0.0)
+        store.commit(0.0)
     checkpoints.prepare(2)
     checkpoints.seal(2, token)  # the journal does not know it
 

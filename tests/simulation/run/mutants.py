@@ -30,8 +30,8 @@ def _hold_any_attempt(self: Ledger, replica: str, ticket: int, attempt: int) -> 
     return found is not None and found.state is State.LEASED
 
 
-def _welcome_all(self: Ledger, replica: str, ticket: int, attempt: int) -> str:
-    return "welcome" if self.state.tickets[ticket].state is State.LEASED else "late"
+def _accept_all(self: Ledger, replica: str, ticket: int, attempt: int) -> str:
+    return "accepted" if self.state.tickets[ticket].state is State.LEASED else "late"
 
 
 def _keep_stored(self: LedgerState, event: Any) -> None:
@@ -141,7 +141,7 @@ MUTANTS = (
         "lease_holder",
         "an attempt is its holder's alone, and a push after its lease is late (both guards)",
         "zombie_replica",
-        (Patch(Ledger, "holds_lease", _hold_any_attempt), Patch(Ledger, "judge_push", _welcome_all)),
+        (Patch(Ledger, "holds_lease", _hold_any_attempt), Patch(Ledger, "judge_push", _accept_all)),
     ),
     Mutant(
         "reserved_once",

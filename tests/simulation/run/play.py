@@ -73,7 +73,7 @@ class Stage:
         if (
             store is None
             or not process.is_alive
-            or not store.is_settled
+            or not store.is_committed
             or self.cluster.buffer_of is not process
         ):
             return None

@@ -47,8 +47,8 @@ def _free_any_slot(self: SegmentPool) -> Slot | None:
     return min(self._slots, key=lambda slot: slot.number, default=None)
 
 
-def _same_name(self: StagingArea, prefix: str, life: str, keeps_base: bool = False) -> None:
-    _SHELF(self, prefix, "0", keeps_base)
+def _same_name(self: StagingArea, prefix: str, incarnation: str, keeps_base: bool = False) -> None:
+    _STAGING_INIT(self, prefix, "0", keeps_base)
 
 
 def _send_once(self: CoordinatorSession) -> None:
@@ -77,7 +77,7 @@ def _fields(message: Any) -> dict[str, Any]:
     return {name: getattr(message, name) for name in message.__struct_fields__}
 
 
-_SHELF, _LOADED = StagingArea.__init__, ReceiverService._take_loaded
+_STAGING_INIT, _LOADED = StagingArea.__init__, ReceiverService._take_loaded
 
 MUTANTS = (
     Mutant(

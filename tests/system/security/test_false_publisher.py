@@ -58,7 +58,7 @@ def false_version(digit_sort: Path) -> Iterator[FalseVersion]:
 def attempts(false: FalseVersion) -> Iterator[tuple[str, str, dict[str, Any], list[bytes]]]:
     """Yield what a publisher, and a learner before it, would say: service, operation, fields, frames."""
     peer = {"name": "publisher", "incarnation": "false", "token": 0}
-    meets = {"abilities": ["gloo"], "store_host": "127.0.0.1", "store_port": 9, "born": 2**50, "seq": 1}
+    meets = {"abilities": ["gloo"], "store_host": "127.0.0.1", "store_port": 9, "started_ms": 2**50, "seq": 1}
     yield "publisher.0", "open", {"token": TOKEN}, []
     yield "publisher.0", "acquire", {"token": TOKEN, "num_bytes": false.num_bytes}, []
     yield "publisher.0", "commit", {"token": TOKEN, "path": false.path}, [false.manifest]

@@ -36,18 +36,18 @@ def _make_none(backend: str) -> None:
 
 
 def test_a_pin_behind_its_unpin_holds_nothing(receiver: ReceiverService) -> None:
-    receiver.handle(Asked("unpin", life="a", seq=2))
-    receiver.handle(Asked("pin", life="a", seq=1))
+    receiver.handle(Asked("unpin", incarnation="a", seq=2))
+    receiver.handle(Asked("pin", incarnation="a", seq=1))
     receiver.end_turn()
     assert not receiver.status().pinned
-    receiver.handle(Asked("pin", life="a", seq=3))
+    receiver.handle(Asked("pin", incarnation="a", seq=3))
     receiver.end_turn()
     assert receiver.status().pinned, "a new one is heard"
 
 
 def test_a_load_that_is_told_behind_a_later_one_is_not_believed(receiver: ReceiverService) -> None:
-    receiver.handle(Asked("loaded", life="a", seq=4, number=1, ok=True, error=""))
-    receiver.handle(Asked("loaded", life="a", seq=2, number=1, ok=False, error="half loaded"))
+    receiver.handle(Asked("loaded", incarnation="a", seq=4, number=1, ok=True, error=""))
+    receiver.handle(Asked("loaded", incarnation="a", seq=2, number=1, ok=False, error="half loaded"))
     receiver.end_turn()
     status = receiver.status()
     assert status.version == 1 and status.counters["late_calls"] == 1

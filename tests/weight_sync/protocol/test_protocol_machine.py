@@ -269,8 +269,8 @@ class ProtocolMachine(RuleBasedStateMachine):
     def start_receiver(self, name):
         """A new process under the name; the one before is dead."""
         self.end_receiver(name)
-        born = self.next_serial()
-        receiver = self.receivers[name] = ModelReceiver(name, f"{name}{born}", born, self.prefix)
+        started_ms = self.next_serial()
+        receiver = self.receivers[name] = ModelReceiver(name, f"{name}{started_ms}", started_ms, self.prefix)
         self.tainted.discard(name)
         receiver.say_hello(self.boss, self.now)
         self.collect()

@@ -103,15 +103,15 @@ def test_a_process_that_has_retired_does_not_come_back_but_a_new_one_does():
 
 def test_an_older_process_is_refused_while_a_newer_one_lives_under_its_name():
     world = World()
-    assert world.coordination.hello(receiver_hello("a", "new", GLOO, born=2), world.now)
-    assert not world.coordination.hello(receiver_hello("a", "old", GLOO, born=1), world.now)
+    assert world.coordination.hello(receiver_hello("a", "new", GLOO, started_ms=2), world.now)
+    assert not world.coordination.hello(receiver_hello("a", "old", GLOO, started_ms=1), world.now)
     assert world.member("a").incarnation == "new" and world.coordination.counters["refused_hellos"] == 1
     world.pass_time(TIMING.silence_s)
-    assert world.coordination.hello(receiver_hello("a", "old", GLOO, born=1), world.now)
+    assert world.coordination.hello(receiver_hello("a", "old", GLOO, started_ms=1), world.now)
 
 
-def publisher_seat(world: World, incarnation: str, born: int) -> PublisherInfo:
-    return PublisherInfo(incarnation, GLOO, "127.0.0.1", 1, world.now, born=born)
+def publisher_seat(world: World, incarnation: str, started_ms: int) -> PublisherInfo:
+    return PublisherInfo(incarnation, GLOO, "127.0.0.1", 1, world.now, started_ms=started_ms)
 
 
 def test_a_thawed_publisher_does_not_take_the_seat_of_its_successor():

@@ -223,11 +223,11 @@ def test_a_coordinator_that_hears_of_a_newer_one_gives_no_more_orders():
     with coordinator(token=5) as service:
         client = Client(ThreadRuntime(), address_of(service))
         who = {"name": "receiver.0", "incarnation": "1"}
-        assert client.call("hello", token=5, born=1, **INFO, **who).args["token"] == 5
+        assert client.call("hello", token=5, started_ms=1, **INFO, **who).args["token"] == 5
         with pytest.raises(FencedError, match="token 5 is older than 6"):
             client.call("next_order", token=6, after=0, **who)
         with pytest.raises(FencedError):
-            client.call("hello", token=0, born=1, **INFO, **who)
+            client.call("hello", token=0, started_ms=1, **INFO, **who)
         wait_until(lambda: service.status().state == "FENCED")
         client.close()
 
@@ -251,10 +251,10 @@ def test_a_hello_that_is_read_behind_a_later_word_of_its_process_changes_nothing
     with coordinator(token=5) as service:
         client = Client(ThreadRuntime(), address_of(service))
         who = {"name": "receiver.0", "incarnation": "1", "token": 0}
-        hello = {**INFO, **who, "born": 1, "seq": 1}
+        hello = {**INFO, **who, "started_ms": 1, "seq": 1}
         client.call("hello", **hello)
         client.call("report", event="loaded", fields={"number": 3, "ok": True, "error": ""}, seq=1, **who)
-        assert client.call("hello", **hello).args["welcome"]
+        assert client.call("hello", **hello).args["accepted"]
         wait_until(lambda: [one.version for one in service.status().members.values()] == [3])
         client.call("hello", **{**hello, "seq": 2})
         wait_until(lambda: service.status().members["receiver.0"].version == 0)
@@ -270,7 +270,7 @@ class DeafCoordinator:
     def handle(self, request: Request) -> None:
         order = {"seq": 9, "kind": Commit.kind, "fields": {"number": self._token}, "frame": -1}
         answers = {
-            "hello": {"welcome": True, "poll_s": 0.1},
+            "hello": {"accepted": True, "poll_s": 0.1},
             "next_order": {"known": True, "orders": [*self._before, order]},
             "report": {"known": True},
         }

@@ -148,7 +148,7 @@ def test_a_successor_in_the_turn_of_its_forerunner_s_abort_is_ordered_nothing_of
     """It would answer that it had not begun to send, and be blamed for it."""
     with serving(tmp_path) as (service, coordination, clock):
         publisher = {"abilities": ["gloo"], "store_host": "h", "store_port": 1}
-        service.handle(Asked("publisher_hello", name=PUBLISHER, incarnation="p1", born=1, **publisher))
+        service.handle(Asked("publisher_hello", name=PUBLISHER, incarnation="p1", started_ms=1, **publisher))
         coordination.published(PolicyVersion(1, 0), clock.now())
         service.end_turn()
         assert coordination.round is not None
@@ -157,7 +157,7 @@ def test_a_successor_in_the_turn_of_its_forerunner_s_abort_is_ordered_nothing_of
         service.end_turn()
         clock.advance(0.1)
         report(service, 2, "failed", round=number, cause="transport")
-        service.handle(Asked("publisher_hello", name=PUBLISHER, incarnation="p2", born=2, **publisher))
+        service.handle(Asked("publisher_hello", name=PUBLISHER, incarnation="p2", started_ms=2, **publisher))
         service.end_turn()
         asked = Asked("next_order", name=PUBLISHER, incarnation="p2", after=0)
         service.handle(asked)

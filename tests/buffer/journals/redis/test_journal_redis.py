@@ -25,7 +25,7 @@ from asyncrl.core.experience import encode_group
 from asyncrl.core.obstacle import Cause
 from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
-from tests.buffer.journals.journal_parts import Place, begin, kill, push, raw_link, settle, wipe
+from tests.buffer.journals.journal_parts import Place, begin, commit, kill, push, raw_link, wipe
 from tests.buffer.journals.redis.redis_parts import Wire, administer, plain_redis, read_run
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group, serving
 
@@ -65,22 +65,22 @@ def check_same_after_restart(place: Place, store: ExperienceStore) -> Experience
 # Away
 
 
-def test_while_redis_is_away_nothing_is_settled_and_afterwards_nothing_is_lost(
+def test_while_redis_is_away_nothing_is_committed_and_afterwards_nothing_is_lost(
     place: Place, own_redis: RedisServer
 ) -> None:
     store = place.open_store()
     begin(store)
     push(store)
-    settle(store)
+    commit(store)
     kill(own_redis)
     push(store)
-    assert not store.settle(0.0)
-    assert not store.is_settled
+    assert not store.commit(0.0)
+    assert not store.is_committed
     assert store.journal.status().is_away is True
     store.ledger.open("successor")
-    assert not store.settle(0.0)
+    assert not store.commit(0.0)
     own_redis.ensure()
-    settle(store)
+    commit(store)
     assert store.journal.status().is_away is False
     assert store.journal.counters["redis_away"] == 1
     check_same_after_restart(place, store).journal.close()
@@ -90,12 +90,12 @@ def test_leases_start_afresh_when_redis_is_back(place: Place, own_redis: RedisSe
     store = place.open_store()
     begin(store)
     store.ledger.lease("a", 1, 1, 0.0)
-    settle(store)
+    commit(store)
     kill(own_redis)
     store.ledger.open("successor")
-    assert not store.settle(500.0)
+    assert not store.commit(500.0)
     own_redis.ensure()
-    while not store.settle(500.0):
+    while not store.commit(500.0):
         pass
     assert store.ledger.expire(500.0 + SETTINGS.lease_s - 0.1) == 0
     store.journal.close()
@@ -105,11 +105,11 @@ def test_a_turn_whose_answer_was_lost_counts_once(place: Place, own_redis: Redis
     wire = Wire(own_redis.url)
     store = open_store(RedisJournal(lambda: wire.url, place.run))
     begin(store)
-    settle(store)
+    commit(store)
     wire.lose_answers()
     push(store)
-    assert not store.settle(0.0)
-    settle(store)
+    assert not store.commit(0.0)
+    commit(store)
     assert store.journal.counters["redis_wiped"] == 0
     check_same_after_restart(place, store).journal.close()
     wire.close()
@@ -120,7 +120,7 @@ def test_a_payload_is_read_once_redis_is_back(place: Place, own_redis: RedisServ
     store = open_store(RedisJournal(lambda: wire.url, place.run))
     begin(store)
     ticket = push(store)
-    settle(store)
+    commit(store)
     wire.lose_answers()
     assert store.journal.read(ticket, 1) == encode_group(make_group(ticket))
     store.journal.close()
@@ -132,7 +132,7 @@ def test_a_service_answers_nobody_while_redis_is_away_and_goes_on_afterwards(
 ) -> None:
     store = place.open_store()
     begin(store)
-    settle(store)
+    commit(store)
     with serving(store) as service:
         client = Client(ThreadRuntime(), service.status().address)
         lease = {"replica": "a", "version": 1, "want": 2, "wait_s": 0.0}
@@ -162,7 +162,7 @@ def test_a_service_answers_nobody_while_redis_is_away_and_goes_on_afterwards(
 def test_a_service_that_was_taken_over_ends_with_an_error(place: Place) -> None:
     store = place.open_store()
     begin(store)
-    settle(store)
+    commit(store)
     service = BufferService(store, ThreadRuntime())
     successor = place.open_store()
     client = Client(ThreadRuntime(), service.status().address)
@@ -183,19 +183,19 @@ def test_a_service_that_was_taken_over_ends_with_an_error(place: Place) -> None:
 # Full
 
 
-def test_while_redis_is_full_nothing_is_settled_and_afterwards_nothing_is_lost(tmp_path: Path) -> None:
+def test_while_redis_is_full_nothing_is_committed_and_afterwards_nothing_is_lost(tmp_path: Path) -> None:
     with plain_redis(tmp_path, "--maxmemory-policy", "noeviction") as url:
         store = open_store(RedisJournal(lambda: url, "run"))
         begin(store)
-        settle(store)
+        commit(store)
         administer(url, ("CONFIG", "SET", "maxmemory", "1"))
         push(store)
-        assert not store.settle(0.0)
-        assert not store.settle(0.0)
+        assert not store.commit(0.0)
+        assert not store.commit(0.0)
         (found,) = store.journal.obstacles()
         assert found.cause is Cause.JOURNAL_AWAY and "'maxmemory'" in found.reason, "Redis' own words"
         administer(url, ("CONFIG", "SET", "maxmemory", "0"))
-        settle(store)
+        commit(store)
         assert store.journal.obstacles() == []
         assert store.journal.counters["redis_wiped"] == 0
         again = open_store(RedisJournal(lambda: url, "run"))
@@ -203,18 +203,18 @@ def test_while_redis_is_full_nothing_is_settled_and_afterwards_nothing_is_lost(t
         assert again.journal.read(1, 1) == encode_group(make_group(1))
 
 
-def test_a_group_whose_payload_is_refused_is_not_settled_though_its_event_is_there(tmp_path: Path) -> None:
+def test_a_group_whose_payload_is_refused_is_not_committed_though_its_event_is_there(tmp_path: Path) -> None:
     with plain_redis(tmp_path) as url:
         administer(url, ("ACL", "SETUSER", "buffer", "on", ">secret", *RIGHTS.split()))
         user_url = url.replace("://", "://buffer:secret@")
         store = open_store(RedisJournal(lambda: user_url, "run"))
         begin(store)
-        settle(store)
+        commit(store)
         administer(url, ("ACL", "SETUSER", "buffer", "-hset"))
         push(store)
-        assert not store.settle(0.0)
+        assert not store.commit(0.0)
         administer(url, ("ACL", "SETUSER", "buffer", "+hset"))
-        settle(store)
+        commit(store)
         again = open_store(RedisJournal(lambda: user_url, "run"))
         assert again.ledger.state.counts[State.STORED] == 1
         assert again.journal.read(1, 1) == encode_group(make_group(1))
@@ -243,14 +243,14 @@ def filled(place: Place) -> ExperienceStore:
     store = place.open_store()
     token = begin(store)
     push(store), push(store)
-    settle(store)
+    commit(store)
     store.ledger.reserve(token, 0, 0.0)
     store.ledger.trained(token, 0)
     store.ledger.register_version(token, 1)
     push(store), push(store)
     store.ledger.reserve(token, 1, 0.0)
     push(store)
-    settle(store)
+    commit(store)
     return store
 
 
@@ -259,7 +259,7 @@ def test_a_wiped_redis_gets_ledger_and_payloads_from_memory(
 ) -> None:
     wipe(own_redis)
     filled.ledger.lease("a", 2, 1, 0.0)
-    settle(filled)
+    commit(filled)
     assert "lost acknowledged data" in caplog.text
     assert filled.journal.counters["redis_wiped"] == filled.journal.status().wiped == 1
     assert filled.journal.need is Need.NOTHING
@@ -267,7 +267,7 @@ def test_a_wiped_redis_gets_ledger_and_payloads_from_memory(
     counts = filled.ledger.state.counts
     assert (counts[State.RESERVED], counts[State.STORED], counts[State.TRAINED]) == (2, 1, 2)
     push_after = filled.push("a", 6, 1, encode_group(make_group(6)))
-    settle(filled)
+    commit(filled)
     assert push_after == "stored"
     again = check_same_after_restart(place, filled)
     again.resume(again.ledger.open("successor"), 0)  # the trained payloads were nowhere else
@@ -285,9 +285,9 @@ def test_a_redis_that_goes_away_before_it_is_refilled_is_refilled_when_it_is_bac
     kill(own_redis)
     with monkeypatch.context() as refilling:
         refilling.delattr(RedisJournal, "begin_anew")
-        assert not filled.settle(0.0), "what it holds is not known"
+        assert not filled.commit(0.0), "what it holds is not known"
     own_redis.ensure()
-    settle(filled)
+    commit(filled)
     assert filled.counters["lost_payloads"] == 0
     check_same_after_restart(place, filled).journal.close()
 
@@ -297,7 +297,7 @@ def test_an_idle_buffer_notices_that_redis_was_wiped(place: Place, filled: Exper
     wipe(place.server)
     filled.journal.tick(0.0)
     assert filled.journal.need is Need.ALL
-    settle(filled)
+    commit(filled)
     check_same_after_restart(place, filled).journal.close()
 
 
@@ -318,7 +318,7 @@ def test_prompts_whose_payload_was_only_in_a_wiped_redis_are_issued_again(
         path.unlink()
     own_redis.ensure()  # a fresh server at the same address
     store.ledger.open("successor")
-    settle(store)
+    commit(store)
     state = store.ledger.state
     assert state.reissues["lost"] == store.counters["lost_payloads"] == 3
     assert (state.counts[State.ISSUED], state.counts[State.TRAINED]) == (3, 2)
@@ -337,7 +337,7 @@ def test_a_redis_that_lost_its_last_turns_gets_them_again(
         link.call("SET", key(place, "turn"), str(int(last.split(b"-")[0]) - 1))
         link.call("HDEL", key(place, "payloads"), "5:1:1")
     filled.ledger.open("successor")
-    settle(filled)
+    commit(filled)
     assert filled.journal.counters["redis_wiped"] == 1
     (loss,) = filled.journal.status().losses
     assert "lost acknowledged data (it stands after turn" in loss
@@ -350,13 +350,13 @@ def test_wiped_while_away_and_wiped_again(
 ) -> None:
     kill(own_redis)
     filled.ledger.lease("a", 2, 1, 0.0)
-    assert not filled.settle(0.0)
+    assert not filled.commit(0.0)
     own_redis.ensure()
     wipe(own_redis)
-    settle(filled)
+    commit(filled)
     wipe(own_redis)
     filled.ledger.open("successor")
-    settle(filled)
+    commit(filled)
     check_same_after_restart(place, filled).journal.close()
 
 
@@ -380,27 +380,27 @@ def test_an_older_buffer_is_fenced_by_its_successor(place: Place) -> None:
     old = place.open_store()
     begin(old)
     push(old)
-    settle(old)
+    commit(old)
     new = place.open_store()
     old.ledger.open("late")
     with pytest.raises(FencedError, match="another buffer has taken over"):
-        old.settle(0.0)
+        old.commit(0.0)
     assert new.ledger.state.token == 1
     new.ledger.open("successor")
-    settle(new)
+    commit(new)
     check_same_after_restart(place, new).journal.close()
 
 
 def test_an_older_buffer_is_fenced_after_its_connection_was_cut(place: Place, own_redis: RedisServer) -> None:
     old = place.open_store()
     begin(old)
-    settle(old)
+    commit(old)
     kill(own_redis)
     own_redis.ensure()
     new = place.open_store()
     old.ledger.open("late")
     with pytest.raises(FencedError):
-        settle(old)
+        commit(old)
     new.journal.close()
 
 
@@ -408,13 +408,13 @@ def test_a_fenced_buffer_cannot_change_a_payload_of_its_successor(place: Place) 
     old = place.open_store()
     begin(old)
     old.ledger.lease("a", 1, 1, 0.0)
-    settle(old)
+    commit(old)
     new = place.open_store()
     assert new.push("a", 1, 1, encode_group(make_group(1, num_tokens=3))) == "stored"
-    settle(new)
+    commit(new)
     old.push("a", 1, 1, encode_group(make_group(1, num_tokens=4)))
     with pytest.raises(FencedError):
-        old.settle(0.0)
+        old.commit(0.0)
     new.journal.close()
     again = place.open_store()
     assert again.journal.read(1, 1) == encode_group(make_group(1, num_tokens=3))
@@ -525,12 +525,12 @@ def test_a_user_with_the_documented_rights_is_enough(tmp_path: Path) -> None:
         store = open_store(RedisJournal(lambda: user_url, "run", events_per_snapshot=2))
         begin(store)
         push(store)
-        settle(store)
+        commit(store)
         store.journal.release(1)
         store.journal.tick(0.0)
         administer(url, ("FLUSHALL",))
         push(store)
-        settle(store)
+        commit(store)
         assert store.journal.counters["redis_wiped"] == 1
         again = open_store(RedisJournal(lambda: user_url, "run"))
         assert again.ledger.state.num_issued == 2
@@ -564,10 +564,10 @@ def test_the_password_is_in_no_log(
     assert len(password) > 30
     kill(own_redis)
     filled.ledger.open("successor")
-    filled.settle(0.0)
+    filled.commit(0.0)
     own_redis.ensure()
     wipe(own_redis)
-    settle(filled)
+    commit(filled)
     assert "is back" in caplog.text and password not in caplog.text
     assert password not in str(filled.journal.status())
     filled.journal.close()

@@ -24,7 +24,7 @@ from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.experience import encode_group
 from asyncrl.core.obstacle import Cause
 from asyncrl.core.service import SERVICE_VARIABLE
-from tests.buffer.journals.journal_parts import begin, kill, push, settle, wipe
+from tests.buffer.journals.journal_parts import begin, commit, kill, push, wipe
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group
 from tests.small_disk import fill
 
@@ -50,7 +50,7 @@ def store(run_dir: Path) -> Iterator[ExperienceStore]:
         store = ExperienceStore(SETTINGS, journal, GROUP_SIZE, True, now=0.0)
         begin(store)
         push(store)
-        settle(store)
+        commit(store)
         yield store
 
 
@@ -59,7 +59,7 @@ def turn_until(store: ExperienceStore, claim: Callable[[], bool]) -> None:
     end = time.monotonic() + 60.0
     while not claim():
         assert time.monotonic() < end, store.journal.obstacles()
-        store.settle(0.0)
+        store.commit(0.0)
         store.journal.tick(0.0)
         time.sleep(0.01)
 
@@ -83,11 +83,11 @@ def test_a_server_whose_files_were_removed_is_replaced_and_gets_all_again(
     pid, path = server.pid, server._folder / removed
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     turn_until(store, lambda: server.pid not in {None, pid})
-    settle(store)
+    commit(store)
     assert len(store.journal.status().losses) == is_wiped
     kill(server)
     store.ledger.open("successor")
-    settle(store)
+    commit(store)
     assert (store.journal.counters["redis_wiped"], store.counters["lost_payloads"]) == (is_wiped, 0)
     snapshot = store.ledger.state.as_values()
     store.journal.close()
@@ -101,11 +101,11 @@ def test_carried_work_that_was_only_in_a_wiped_redis_is_generated_again(
 ) -> None:
     (grant,) = store.ledger.lease("a", 1, 1, 0.0)
     assert store.carry("a", grant.ticket, 1, encode_group(make_group(grant.ticket))) == "carried"
-    settle(store)
+    commit(store)
     store._payloads.clear()  # as after a restart
     wipe(server)
     store.ledger.open("successor")
-    settle(store)
+    commit(store)
     assert (store.counters["lost_carries"], store.counters["lost_payloads"]) == (1, 1)
     assert store.ledger.state.tickets[grant.ticket].carry is None
 
@@ -118,7 +118,7 @@ def test_a_server_that_cannot_read_its_file_says_so_until_it_can(
     push(store)
     turn_until(store, lambda: "Bad file format reading the append only file" in reason(store))
     (server._folder / "appendonly.aof").write_bytes(whole)
-    settle(store)
+    commit(store)
     assert (reason(store), store.journal.counters["redis_wiped"]) == ("", 0)
 
 
@@ -141,13 +141,13 @@ def test_a_server_that_is_stopped_is_waited_for(
     os.kill(pid, signal.SIGSTOP)
     push(store)
     turn_until(store, lambda: "Timeout" in reason(store))
-    assert not store.settle(0.0)
+    assert not store.commit(0.0)
     check = threading.Thread(target=known.ensure, kwargs={"patience_s": math.inf}, daemon=True)
     check.start()
     check.join(60.0)
     assert not check.is_alive(), "one that answered once is not waited for by the turns of the buffer"
     os.kill(pid, signal.SIGCONT)
-    settle(store)
+    commit(store)
     assert (server.pid, store.journal.counters["redis_wiped"]) == (pid, 0)
 
 
@@ -156,11 +156,11 @@ def test_a_full_disk_is_waited_for(small_disk: Path) -> None:
     with closing(open_journal(MANAGED, run_dir)) as journal:
         store = ExperienceStore(SETTINGS, journal, GROUP_SIZE, True, now=0.0)
         begin(store)
-        settle(store)
+        commit(store)
         fill(small_disk / "ballast")
         turn_until(store, lambda: store.ledger.open("next") and "No space left" in reason(store))
         (small_disk / "ballast").unlink()
-        settle(store)
+        commit(store)
         assert journal.counters["redis_wiped"] == 0
 
 

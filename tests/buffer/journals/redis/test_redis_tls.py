@@ -17,7 +17,7 @@ from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.experience import encode_group
 from asyncrl.core.runtime.threads import ThreadEvent
-from tests.buffer.journals.journal_parts import begin, push, settle
+from tests.buffer.journals.journal_parts import begin, commit, push
 from tests.buffer.journals.redis.redis_parts import administer, plain_redis
 from tests.buffer.journals.redis.test_journal_redis import RIGHTS
 from tests.buffer.journals.redis.tls_parts import Certificate, make_certificate, tls_front
@@ -55,10 +55,10 @@ def test_a_journal_behind_tls_keeps_what_it_acknowledged_through_a_cut_and_a_res
         store = open_store(url, "kept")
         begin(store)
         first = push(store)
-        settle(store)
+        commit(store)
         front.cut()
         second = push(store)
-        settle(store)
+        commit(store)
         assert store.journal.status().redis == f"rediss://127.0.0.1:{front.port}/0"
         assert store.journal.counters["redis_wiped"] == 0
         store.journal.close()
@@ -105,7 +105,7 @@ def test_a_redis_that_wants_certificates_of_its_clients_takes_the_right_one(
         shown = f"{url}&ssl_certfile={ours.file}&ssl_keyfile={ours.key_file}"
         store = open_store(shown, "shown")
         begin(store)
-        settle(store)
+        commit(store)
         store.journal.close()
 
 

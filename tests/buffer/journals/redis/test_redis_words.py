@@ -11,7 +11,7 @@ import pytest
 from asyncrl.buffer.journals.redis.journal import LOOK_EVERY_S, RedisJournal
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.obstacle import Cause
-from tests.buffer.journals.journal_parts import begin, push, settle
+from tests.buffer.journals.journal_parts import begin, commit, push
 from tests.buffer.journals.redis.redis_parts import administer, plain_redis
 from tests.buffer.parts import GROUP_SIZE, SETTINGS
 from tests.runtimes import ManualRuntime
@@ -29,14 +29,14 @@ def test_what_redis_says_later_is_told_and_logged_too(
         user_url, later_url = (url.replace("://", f"://:{word}@") for word in ("first", "second"))
         store = open_store(RedisJournal(lambda: user_url, "run"))
         begin(store)
-        settle(store)
+        commit(store)
         administer(user_url, ("CONFIG", "SET", "requirepass", "second"))
         administer(later_url, ("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"))
         store.ledger.open("successor")
-        settle_until(store, lambda: "invalid username-password pair" in store.journal.obstacles()[0].reason)
+        commit_until(store, lambda: "invalid username-password pair" in store.journal.obstacles()[0].reason)
         assert len([one for one in caplog.messages if " is away (" in one]) == 2, "the broken link, and why"
         administer(later_url, ("CONFIG", "SET", "requirepass", "first"))
-        settle(store)
+        commit(store)
         assert store.journal.obstacles() == []
 
 
@@ -45,18 +45,18 @@ def test_a_redis_that_became_a_replica_is_told_with_its_words(tmp_path: Path) ->
     with plain_redis(tmp_path) as url:
         store = open_store(RedisJournal(lambda: url, "run"))
         begin(store)
-        settle(store)
+        commit(store)
         administer(url, ("REPLICAOF", "127.0.0.1", "1"))
         push(store)
-        settle_until(store, lambda: words in "".join(one.reason for one in store.journal.obstacles()))
+        commit_until(store, lambda: words in "".join(one.reason for one in store.journal.obstacles()))
         administer(url, ("REPLICAOF", "NO", "ONE"))
-        settle(store)
+        commit(store)
         assert store.journal.obstacles() == [] and store.journal.counters["redis_wiped"] == 0
 
 
-def settle_until(store: ExperienceStore, claim: Callable[[], bool]) -> None:
+def commit_until(store: ExperienceStore, claim: Callable[[], bool]) -> None:
     end = time.monotonic() + 60.0
-    while store.settle(0.0) or not claim():
+    while store.commit(0.0) or not claim():
         assert time.monotonic() < end, store.journal.obstacles()
         time.sleep(0.01)
 

@@ -166,7 +166,7 @@ def test_a_store_that_is_opened_again_goes_on_with_the_mix(tmp_path: Path):
         number = store.ledger.register_version(store.ledger.open("learner"), 0)
         grants = store.ledger.lease(f"r{life}", number, 1, 0.0)
         indexes += [(grant.source, grant.pass_number, grant.index) for grant in grants]
-        store.settle(0.0)
+        store.commit(0.0)
         assert isinstance(store.journal, FileJournal)
         store.journal.close()
     order = PromptOrder(SETTINGS.run_seed, tuple(Source(*one) for one in MIX), is_shuffled=True)
