@@ -85,6 +85,7 @@ def test_what_two_ranks_publish_is_what_one_process_publishes(model, tied, clust
     assert_published_alike(two_ranks, publish_job(cluster, "publish_pp", 4, tied), tmp_path)
 
 
+@pytest.mark.long
 def test_a_critic_and_a_reference_share_the_policys_groups(tied, four_ranks, tmp_path):
     alone = run_alone(tied, tmp_path, "critic")
     assert_trained_alike(four_ranks, "critic", 4, alone, tmp_path)
@@ -94,6 +95,7 @@ def test_a_critic_and_a_reference_share_the_policys_groups(tied, four_ranks, tmp
     assert "score.weight" in load_file(four_ranks / "critic/model.safetensors")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", OF_FOUR)
 def test_four_ranks_train_as_one_process_does(layout, four_ranks, alone):
     assert_trained_alike(four_ranks, layout, 4, *alone)
