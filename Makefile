@@ -11,9 +11,10 @@ STAMP := .venv/.set-up-$(LIST)
 PACKAGES := asyncrl benchmarks configs learner research rollout_service weight_sync
 ARGS ?=
 WORKERS ?= 3
-# A test that not even its time limit ends ends the whole, by its name and the stacks of its threads.
+# A test that outlasts even its time limit ends the run, and so does one that ends its worker: its name and the
+# stacks of its threads are printed.
 HANGS_S := 660
-HANGS := -o faulthandler_timeout=$(HANGS_S) -o faulthandler_exit_on_timeout=true --max-worker-restart 0
+HANGS := -p tests.hangs -o faulthandler_timeout=$(HANGS_S) -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 UPGRADE ?=
 # Else each of the hundreds of processes of the tests, and of a run, compiles anew what it imports.
 unexport PYTHONDONTWRITEBYTECODE

@@ -1,7 +1,7 @@
 """Store of groups: keeps the ledger, its journal and the payloads in memory consistent.
 
 A ticket is one prompt to be trained; each lease of it is an attempt. Invariants: a STORED or RESERVED ticket
-has a payload in memory or in the journal; no reply is sent before `commit` has committed the change.
+has a payload in memory or in the journal; no reply is sent before `commit` has made the change durable.
 Groups are checked here as they come in; a malformed one fails its attempt and is refused. One thread.
 """
 

@@ -33,27 +33,43 @@ def test_a_process_with_unread_output_is_reaped_at_once(monkeypatch: pytest.Monk
         assert process.stdout is not None
         await process.stdout.readexactly(1 << 20)  # by now the transport has stopped to read, or soon does
         await asyncio.sleep(0.2)
-        process.kill()
         async with asyncio.timeout(30.0):
-            await reaping.reap(process)
+            await reaping.kill(process)
         assert process.returncode == -signal.SIGKILL
 
     asyncio.run(run())
 
 
-def test_a_process_whose_pipe_another_one_holds_is_not_waited_for_for_ever(
+def test_a_process_whose_pipes_another_one_holds_is_gone_at_once_and_no_pipe_stays_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reaping, "END_DEADLINE_S", 1.0)
+    monkeypatch.setattr(reaping, "END_DEADLINE_S", 60.0)
 
     async def run() -> int:
+        before = len(os.listdir("/proc/self/fd"))
         process = await started(LEAVE_A_DAEMON)
         assert process.stdout is not None
         daemon = int(await process.stdout.readline())
-        process.kill()
-        async with asyncio.timeout(60.0):
-            await reaping.reap(process)
+        async with asyncio.timeout(30.0):
+            await reaping.kill(process)
         assert process.returncode == -signal.SIGKILL
+        assert len(os.listdir("/proc/self/fd")) <= before
         return daemon
 
     os.kill(asyncio.run(run()), signal.SIGKILL)
+
+
+def test_a_process_that_is_not_gone_in_time_is_logged_and_fails_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reaping, "END_DEADLINE_S", 0.05)
+
+    async def run() -> None:
+        process = await started("import time; time.sleep(3600)")
+        with monkeypatch.context() as patched:  # as a process in an uninterruptible wait of the kernel
+            patched.setattr(process._transport, "close", lambda: None)  # type: ignore[attr-defined]
+            await reaping.kill(process)
+        assert process.returncode is None and "is not gone after 0.05 s" in caplog.text
+        await reaping.kill(process)
+
+    asyncio.run(run())

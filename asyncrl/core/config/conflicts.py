@@ -220,10 +220,10 @@ def _find_backend_conflicts(learner: LearnerSection) -> list[Conflict]:
     found = []
     for option in facts.lacks:
         name, _, value = option.partition(": ")
-        chosen = getattr(learner, name)
-        if chosen == value if value else chosen != type(learner).model_fields[name].default:
+        chosen = str(getattr(learner, name)).lower()
+        if chosen == (value or chosen) != str(type(learner).model_fields[name].default).lower():
             others = [other for other in backend_names() if option not in backend_facts(other).lacks]
-            what = f"learner.backend: {learner.backend} has no learner.{name}: {str(chosen).lower()}"
-            hint = facts.hint or f"Only learner.backend: {' or '.join(others)} has it"
+            what = f"learner.backend: {learner.backend} has no learner.{name}: {chosen}"
+            hint = facts.hint or f"Only learner.backend: {' or '.join(others) or 'none'} has it"
             found.append(Conflict((f"learner.{name}", "learner.backend"), what, hint))
     return found

@@ -85,6 +85,8 @@ class Batches(Generic[Item]):
             for _, future in batch:
                 future.cancel()
             raise
+        except Exception as error:  # a defect: who waits must hear of it
+            outcomes = [RewardError(f"{type(error).__name__}: {error}", kind="died")] * len(batch)
         for (_, future), outcome in zip(batch, outcomes, strict=True):
             if future.done():
                 continue  # its caller gave up

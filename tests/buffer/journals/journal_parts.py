@@ -122,7 +122,7 @@ def push(store: ExperienceStore, now: float = 0.0) -> int:
 
 
 def commit(store: ExperienceStore, deadline_s: float = 30.0) -> None:
-    """Settle until it is done."""
+    """Commit until it is done."""
     end = time.monotonic() + deadline_s
     while not store.commit(0.0):
         assert time.monotonic() < end, "the journal did not come back"

@@ -71,3 +71,18 @@ def test_an_error_of_a_batch_is_that_of_each_of_its_answers_and_the_next_batch_i
             await given_up
 
     asyncio.run(work())
+
+
+def test_a_defect_in_a_batch_is_told_to_each_of_its_answers():
+    async def run(items: Sequence[Item]) -> Sequence[Outcome]:
+        raise OSError("no such device")
+
+    async def work() -> list[object]:
+        batches = Batches(run, max_items=2, wait_s=0.01, max_running=1)
+        calls = asyncio.gather(*(batches.value({"row": row}) for row in range(2)), return_exceptions=True)
+        try:
+            return await asyncio.wait_for(calls, 20.0)
+        finally:
+            await batches.close()
+
+    assert [str(one) for one in asyncio.run(work())] == ["OSError: no such device"] * 2

@@ -91,7 +91,8 @@ def supplied(stage: Stage, case: Case, survivors: list[int]) -> list[int]:
     """
     if case.victims != ("publisher",) or case.phase not in ("swap", "commit"):
         return survivors
-    return [index for index in survivors if index == 0 or stage.status(f"receiver.{index}").staged >= 2]
+    status = {index: stage.status(f"receiver.{index}") for index in survivors}
+    return [index for index, one in status.items() if index == 0 or max(one.staged, one.version) >= 2]
 
 
 def is_named(stage: Stage, case: Case) -> bool:

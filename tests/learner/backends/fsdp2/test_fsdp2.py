@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import CheckpointError, ConfigError
 from learner.backend import Placement
 from learner.batching.batch import build_batch
@@ -241,23 +240,6 @@ def test_an_update_that_ran_out_of_memory_is_tried_again_with_smaller_microbatch
     for ours, reference in zip(found, wanted[0], strict=True):
         assert ours == pytest.approx(reference, abs=1e-5)
     backend.close()
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"backend": "fsdp2", "tp": 2}, "learner.tp: 2"),
-        ({"backend": "fsdp2", "pp": 2}, "learner.pp: 2"),
-        ({"backend": "fsdp2", "cp": 2}, "learner.cp: 2"),
-        ({"backend": "fsdp2", "overlap": True}, "learner.overlap: true"),
-        ({"backend": "fsdp2", "recompute": "selective"}, "learner.recompute: selective"),
-        ({"backend": "megatron", "compile": True}, "learner.compile: true"),
-    ],
-)
-def test_what_a_backend_does_not_have_is_a_config_error(values, said):
-    required = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}}
-    with pytest.raises(ValueError, match=f"{values['backend']} has no {said}"):
-        Config(**required, learner=values)
 
 
 @pytest.mark.long
