@@ -15,12 +15,15 @@ ENVIRONMENT = f"PATH=/bin\0{RUN_VARIABLE}={RUN_ID}\0".encode()
 
 
 def write_process(proc: Path, environment: bytes, *, vsize: int = 4096, env_end: int = 99) -> None:
-    """Write what the kernel shows of a process, see proc(5)."""
+    """Write what the kernel shows of a process, see proc(5); as there, nobody reads half of a file."""
     fields = {3: "S", 23: str(vsize), 51: str(env_end)}
     folder = proc / str(PID)
     folder.mkdir(exist_ok=True)
-    (folder / "environ").write_bytes(environment)
-    (folder / "stat").write_text(f"{PID} (a) b) " + " ".join(fields.get(n, "0") for n in range(3, 53)))
+    stat = f"{PID} (a) b) " + " ".join(fields.get(n, "0") for n in range(3, 53))
+    for name, content in (("environ", environment), ("stat", stat.encode())):
+        whole = proc / f"{name}.whole"
+        whole.write_bytes(content)
+        whole.rename(folder / name)
 
 
 @pytest.fixture
