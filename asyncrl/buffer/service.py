@@ -105,7 +105,7 @@ class RequestHandler:
         self._outbox: list[Outgoing] = []
         self._outbox_bytes = 0
         self._has_changed = False
-        self._next_status = self._committed_at = -math.inf
+        self._next_status = self._commit_tried_at = -math.inf
         self._is_status_old = True
         self._patience_noted = math.inf
         self._ops = Operations("the buffer", self.answer)
@@ -125,7 +125,7 @@ class RequestHandler:
         """Return when something is due: the end of a lease, a wait or a silence, the journal, a status."""
         store, due = self.store, self._next_status if self._is_status_old else math.inf
         if not store.is_committed:
-            return min(due, max(store.journal.wake_at(), self._committed_at + AWAY_PAUSE_S))
+            return min(due, max(store.journal.wake_at(), self._commit_tried_at + AWAY_PAUSE_S))
         waits = min(self._parked.next_deadline, self._replicas.next_silence, self._patience_ends)
         return min(due, waits, store.ledger.next_expiry, store.journal.wake_at())
 
@@ -223,7 +223,7 @@ class RequestHandler:
 
     def end_turn(self) -> None:
         """Answer what can be answered, make the turn durable, send; without the journal, wait."""
-        now = self._committed_at = self.clock.now()
+        now = self._commit_tried_at = self.clock.now()
         self._is_status_old = True
         if self.store.is_committed:
             self._try_parked(now)

@@ -15,8 +15,9 @@ from asyncrl.core.errors import WireError, WrongVersion
 
 SCHEMA_VERSION = 1
 """Of what is stored: groups in journals, records."""
-RPC_VERSION = 2
-"""Of requests and replies. 2: each operation's struct says what it takes and gives (`core.rpc.message`)."""
+RPC_VERSION = 3
+"""Of requests and replies. 2: each operation's struct says what it takes and gives (`core.rpc.message`).
+3: names of fields in weight sync's hellos, polls and pins."""
 MAX_HEADER_BYTES = 4 << 20
 """Of a reply, or of a group."""
 MAX_REQUEST_BYTES = 256 << 10

@@ -96,8 +96,10 @@ class CoordinatorService:
         self._snapshot = self._describe(ServiceState.STARTING)
         self._ops = Operations("the coordinator")
         self._ops.add(wire.STATUS, lambda _, __: self._snapshot)
-        self._add(wire.HELLO, lambda _, asked: self._meet(asked, partial(self._coordination.hello, asked)))
-        self._add(wire.PUBLISHER_HELLO, self._meet_publisher)
+        self._add(
+            wire.HELLO, lambda _, asked: self._handle_hello(asked, partial(self._coordination.hello, asked))
+        )
+        self._add(wire.PUBLISHER_HELLO, self._handle_publisher_hello)
         self._add(wire.NEXT_ORDER, self._park)
         self._add(wire.REPORT, self._take_report)
 
@@ -159,14 +161,14 @@ class CoordinatorService:
 
     # --- hellos -----------------------------------------------------------------------------------
 
-    def _meet_publisher(self, request: Request, asked: wire.PublisherHello) -> wire.HelloReply:
+    def _handle_publisher_hello(self, request: Request, asked: wire.PublisherHello) -> wire.HelloReply:
         def join(now: float) -> bool:
             current = self._take_manifest(request)
             return self._coordination.publisher_hello(publisher_info_of(asked, now), current, now)
 
-        return self._meet(asked, join)
+        return self._handle_hello(asked, join)
 
-    def _meet(self, asked: wire.Hello, join: Callable[[float], bool]) -> wire.HelloReply:
+    def _handle_hello(self, asked: wire.Hello, join: Callable[[float], bool]) -> wire.HelloReply:
         """Let a peer join, unless it has said something later.
 
         Args:

@@ -219,11 +219,13 @@ def _find_backend_conflicts(learner: LearnerSection) -> list[Conflict]:
     facts = backend_facts(learner.backend)
     found = []
     for option in facts.lacks:
-        name, _, value = option.partition(": ")
+        name, _, refused = option.partition(": ")
         chosen = str(getattr(learner, name)).lower()
-        if chosen == (value or chosen) != str(type(learner).model_fields[name].default).lower():
-            others = [other for other in backend_names() if option not in backend_facts(other).lacks]
-            what = f"learner.backend: {learner.backend} has no learner.{name}: {chosen}"
-            hint = facts.hint or f"Only learner.backend: {' or '.join(others) or 'none'} has it"
-            found.append(Conflict((f"learner.{name}", "learner.backend"), what, hint))
+        default = str(type(learner).model_fields[name].default).lower()
+        if chosen == default or (refused and chosen != refused):
+            continue
+        others = [other for other in backend_names() if option not in backend_facts(other).lacks]
+        what = f"learner.backend: {learner.backend} has no learner.{name}: {chosen}"
+        hint = facts.hint or f"Backends that have it: {', '.join(others) or 'none'}"
+        found.append(Conflict((f"learner.{name}", "learner.backend"), what, hint))
     return found

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl.core.errors import ConfigError
 from rollout_service.environments.tools.tool import ToolExhausted, ToolRefused
-from rollout_service.reaping import kill
+from rollout_service.reaping import kill_and_reap
 
 CHILD = Path(__file__).with_name("expression_child.py")
 CHILD_ENVIRONMENT = {"PYTHONHASHSEED": "0"}
@@ -68,7 +68,7 @@ class PythonExpression:
     async def close(self) -> None:
         """Kill the processes that wait. Without this they end when their input does: with this process."""
         while self._idle:
-            await kill(self._idle.pop())
+            await kill_and_reap(self._idle.pop())
 
     async def _ask(self, text: str) -> bytes:
         """Return the child's line, empty if it ended instead."""
@@ -85,7 +85,7 @@ class PythonExpression:
             if line:
                 self._idle.append(child)
             else:  # late, cancelled or dead
-                await kill(child)
+                await kill_and_reap(child)
         return line
 
     async def _start(self) -> Process:

@@ -7,10 +7,13 @@ the batches before it take: a deadline is of a batch, and `run` keeps it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 from rollout_service.rewards.score import RewardError
+
+log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Outcome = float | RewardError
@@ -85,7 +88,8 @@ class Batches(Generic[Item]):
             for _, future in batch:
                 future.cancel()
             raise
-        except Exception as error:  # a defect: who waits must hear of it
+        except Exception as error:  # task boundary: the callers wait for this task alone
+            log.exception("a batch of a reward failed")
             outcomes = [RewardError(f"{type(error).__name__}: {error}", kind="died")] * len(batch)
         for (_, future), outcome in zip(batch, outcomes, strict=True):
             if future.done():

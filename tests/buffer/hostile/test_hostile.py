@@ -17,6 +17,7 @@ import pytest
 from asyncrl.core.errors import AsyncrlError, FencedError, LedgerError, WireError
 from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.wire import RPC_VERSION
 from tests.buffer.hostile.hostile_parts import (
     GREETING,
     BufferProcess,
@@ -141,7 +142,7 @@ BAD_HEADERS = {
     "a truncated header": header()[:-3],
     "a list": msgpack.packb([1, 2, 3]),
     "no id": msgpack.packb({"v": 1, "op": "status", "args": {}}),
-    "a future schema": header(version=3),
+    "a future schema": header(version=RPC_VERSION + 1),
     "a schema that is not a number": header(version=float("nan")),
     "an id that is not a number": header(call_id=float("nan")),
     "an operation of bytes": msgpack.packb({"v": 1, "id": 1, "op": b"status", "args": {}}),

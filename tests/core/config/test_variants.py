@@ -110,7 +110,7 @@ try:
     load_config(folder / "wide.yaml")
 except Exception as error:
     assert "learner.backend: mine has no learner.tp: 2" in str(error), error
-    assert "Only learner.backend: megatron has it" in str(error), error
+    assert "Backends that have it: megatron" in str(error), error
 else:
     raise SystemExit("the record says that it has no tensor parallelism")
 """

@@ -16,7 +16,7 @@ import zmq
 from asyncrl.core.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, FencedError, RemoteError
 from asyncrl.core.rpc import AsyncClient, Client, Request, Server
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
-from asyncrl.core.wire import pack_header, unpack_map
+from asyncrl.core.wire import RPC_VERSION, pack_header, unpack_map
 
 LONG_S = 60.0
 """A call that waited until its deadline would be seen."""
@@ -354,10 +354,12 @@ def test_a_caller_of_an_older_version_is_told_so_in_its_own(server: Server) -> N
         end.setsockopt(zmq.RCVTIMEO, 20_000)
         end.setsockopt(zmq.LINGER, 0)
         end.connect(server.address)
-        end.send(pack_header({"id": 7, "op": "echo", "args": {}}, 1))
+        end.send(pack_header({"id": 7, "op": "echo", "args": {}}, RPC_VERSION - 1))
         answer = unpack_map(end.recv(), "header", 4096)
-    assert (answer["v"], answer["id"], answer["ok"], answer["kind"]) == (1, 7, False, "WireError")
-    assert "schema version 1, this process speaks 2" in answer["message"] and "same asyncrl" in answer["hint"]
+    older = RPC_VERSION - 1
+    assert (answer["v"], answer["id"], answer["ok"], answer["kind"]) == (older, 7, False, "WireError")
+    said = f"schema version {older}, this process speaks {RPC_VERSION}"
+    assert said in answer["message"] and "same asyncrl" in answer["hint"]
     assert server.counters["malformed"] == 1
 
 

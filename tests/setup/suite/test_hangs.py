@@ -39,7 +39,7 @@ def test_it(waits):
 )
 def test_what_hangs_past_its_time_limit_ends_the_run_by_name(tmp_path: Path, body: str, place: str) -> None:
     (tmp_path / "test_it.py").write_text(body)
-    # Of a `make test` that this is part of: its habit of naming the folder.
+    # In these variables a make tells the one that it runs to print its folder.
     environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
     settings = ["HANGS_S=5", f"BIN={Path(sys.executable).parent}", "LIST=cpu", "ARGS="]
     command = ["make", "test", "-n", "-o", ".venv/.set-up-cpu", *settings]

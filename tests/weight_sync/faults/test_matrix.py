@@ -68,7 +68,7 @@ def endure(stage: Stage, case: Case, stop_s: float) -> None:
         index for index in stage.replicas if not {f"receiver.{index}", f"engine.{index}"} & set(case.victims)
     ]
     if not case.is_needed:
-        stage.wait_served(2, supplied(stage, case, survivors), bound_s(stage))
+        stage.wait_served(2, not_needing_victim(stage, case, survivors), bound_s(stage))
     if case.blamed:
         wait_until(lambda: is_named(stage, case), f"someone to say '{case.blamed}'", bound_s(stage))
     elif case.victims == ("coordinator",):
@@ -84,10 +84,10 @@ def endure(stage: Stage, case: Case, stop_s: float) -> None:
     stage.wait_served(2, survivors, bound_s(stage))
 
 
-def supplied(stage: Stage, case: Case, survivors: list[int]) -> list[int]:
-    """Return those who get version 2 without the victim.
+def not_needing_victim(stage: Stage, case: Case, survivors: list[int]) -> list[int]:
+    """Return the survivors that get version 2 without the victim.
 
-    A replica that still receives when its publisher dies needs it: the witness is as far as the phase says.
+    The phase is that of replica 0: another replica may still be receiving when the publisher is struck.
     """
     if case.victims != ("publisher",) or case.phase not in ("swap", "commit"):
         return survivors

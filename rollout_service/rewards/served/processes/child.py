@@ -17,7 +17,7 @@ from pathlib import Path
 
 from asyncrl.core.config.secrets import has_password, is_secret_name
 from asyncrl.core.errors import AsyncrlError, ConfigError
-from rollout_service.reaping import END_DEADLINE_S, kill
+from rollout_service.reaping import END_DEADLINE_S, kill_and_reap
 from rollout_service.rewards.served.frames import HEAD_BYTES, body_bytes, pack_frame, unpack_body
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -93,7 +93,7 @@ class Child:
     async def kill(self) -> None:
         """End the process and all that it started, at once; also what it left when it ended by itself."""
         self._end_group()
-        await kill(self._process)
+        await kill_and_reap(self._process)
 
     async def close(self) -> None:
         """Let the process end, and kill it if it does not."""
