@@ -27,7 +27,8 @@ def folder(tmp_path: Path) -> Path:
     """A folder with what the archive holds."""
     assert ARCHIVE.stat().st_size < 1 << 20
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.11.4
+        archive.extractall(tmp_path)
     return tmp_path
 
 

@@ -79,20 +79,21 @@ class TlsFront:
                 await target.drain()
         target.close()
 
-    def cut(self) -> None:
-        """Cut every connection; new ones are taken."""
-
-        async def close_all() -> None:
-            for writer in self._open:
+    async def _abort_all(self) -> None:
+        for writer in self._open:
+            with contextlib.suppress(
+                AttributeError
+            ):  # of a TLS transport that was closed twice, in Python 3.11.2
                 writer.transport.abort()
 
-        asyncio.run_coroutine_threadsafe(close_all(), self._loop).result(10.0)
+    def cut(self) -> None:
+        """Cut every connection; new ones are taken."""
+        asyncio.run_coroutine_threadsafe(self._abort_all(), self._loop).result(10.0)
 
     def close(self) -> None:
         async def end() -> None:
             self._server.close()
-            for writer in self._open:
-                writer.transport.abort()
+            await self._abort_all()
             while len(asyncio.all_tasks()) > 1:
                 await asyncio.sleep(0.01)
 
