@@ -57,7 +57,8 @@ def read_values(handle: RunHandle) -> dict[str, float]:
             values |= _read_process(psutil.Process(pid), seen)
     for path in (*_entries(handle.folder.path), handle.sockets):
         sizes = list(_sizes(path))
-        label = "sockets and Ray" if path == handle.sockets else path.name
+        is_sockets = path == handle.sockets
+        label = "sockets and Ray" if is_sockets else str(path.relative_to(handle.folder.path))
         values |= {f"{FILES}/{label}": len(sizes), f"{FILE_BYTES}/{label}": sum(sizes)}
     return values
 
@@ -96,10 +97,12 @@ def _script(command: list[str]) -> str:
 
 
 def _entries(folder: Path) -> list[Path]:
+    """Return what is in a run's folder; instead of the buffer's own folder, what is in that."""
     try:
-        return sorted(folder.iterdir())
+        entries = sorted(folder.iterdir())
     except FileNotFoundError:
         return []
+    return [one for path in entries for one in (_entries(path) if path == folder / "buffer" else [path])]
 
 
 def _sizes(path: Path) -> Iterator[int]:

@@ -10,7 +10,8 @@ Every process of the run is sampled, Ray's own among them: anonymous memory, des
 whole run the processes, shared-memory segments and semaphores; of each entry of its folder files and bytes.
 After the first third, each is extrapolated to a week, or to a million steps if these come sooner, and judged
 by its limit. What has risen and fallen three times or more is judged by its medians, peaks and troughs, of
-which two must grow.
+which two must grow; the journal's payloads by the most that they may be, whenever; TensorBoard's files by the
+steps that it gets.
 
 `--quick` (scripted, under a minute) can show fast growth only, so it judges the lower end of the interval;
 the full form judges the slope itself.
@@ -29,7 +30,7 @@ from benchmarks.harness.options import Verdict, end_on_sigterm, judge, make_pars
 from benchmarks.harness.rows import Row
 from benchmarks.soak.live import make_config, soak
 from benchmarks.soak.sampling import Sample
-from benchmarks.soak.trend import MIB, Trend, find_trends
+from benchmarks.soak.trend import CAPS, MIB, Trend, find_trends
 
 PARTS = ("scripted", "vllm")
 STEPS, MINUTES, QUICK_S = 100_000, 120.0, 24.0
@@ -109,6 +110,9 @@ def table(results: Figures) -> str:
 def _tell(trend: Trend) -> str:
     is_bytes = "bytes" in trend.label.partition("/")[0]
     unit, name = (MIB, " MiB") if is_bytes else (1, "")
+    if trend.label in CAPS:
+        cap = CAPS[trend.label] / unit
+        return f"{trend.label}: at most {trend.highest / unit:.1f}{name}; cap {cap:.0f}{name}"
     return (
         f"{trend.label}: {trend.first / unit:.1f} -> {trend.last / unit:.1f}{name}, "
         f"{trend.per_step:.3g} a step; in a week {trend.week / unit:.0f}{name} "
@@ -133,7 +137,13 @@ def make_rows(results: Figures) -> list[Row]:
         Row.of(
             "soak",
             {"part": name, "series": trend.label, "quick": int(results["quick"])},
-            {"first": trend.first, "last": trend.last, "per_step": trend.per_step, "per_week": trend.week},
+            {
+                "first": trend.first,
+                "last": trend.last,
+                "highest": trend.highest,
+                "per_step": trend.per_step,
+                "per_week": trend.week,
+            },
         )
         for name, part in results["parts"].items()
         for trend in _trends(part)

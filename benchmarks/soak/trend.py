@@ -9,10 +9,16 @@ the slope in the middle of the three counts: two of the lines must show a growth
 bounded saw-tooth, wherever the soak begins and ends in it, leaves peaks and troughs level; a few spikes of
 different heights move the peaks alone; teeth that become higher move peaks and medians. A series that has
 fallen fewer than three times is judged by its medians, as nobody knows yet whether it would fall again.
+
+Two series have a rule of their own, which is production's: the payloads of the file journal, whose teeth are
+longer than a soak, are judged by the most that they may be (`CAPS`); TensorBoard's files, which get fewer
+steps the longer a run is, grow by the steps that are written (`written_steps`).
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 import math
 import statistics
@@ -21,6 +27,8 @@ from dataclasses import dataclass
 
 from scipy import stats
 
+from asyncrl.buffer.journals.segments import RECENT_SEGMENTS, SEGMENT_BYTES
+from asyncrl.control.record.sinks.tensorboard import is_drawn
 from benchmarks.soak import sampling
 from benchmarks.soak.sampling import Sample
 from benchmarks.soak.teeth import MIN_FALLS, Point, find_teeth
@@ -58,6 +66,11 @@ LIMITS = {
     sampling.FILE_BYTES: Limit(2 * GIB, 8 * MIB),
 }
 """By quantity: the limit of each process, of the whole run, or of each entry of the run's folder."""
+CAPS = {"file_bytes/buffer/payloads": float((RECENT_SEGMENTS + 1) * SEGMENT_BYTES)}
+"""The most that a series may be at any time: the newest segments, and one that waits for its deletion."""
+THINNED = "file_bytes/tensorboard"
+EVALUATED_EVERY = 25
+"""Steps, in the quickstart. TensorBoard gets every evaluation."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,7 @@ class Trend:
         week: Growth in a week, or in `WEEK_STEPS` if these come sooner; 0 within the resolution.
         low, high: Interval of 95 % of `week`.
         num_falls: How often the settled part has fallen; from `MIN_FALLS` on it is judged as a saw-tooth.
+        highest: The highest value of the settled part.
     """
 
     label: str
@@ -80,6 +94,7 @@ class Trend:
     low: float
     high: float
     num_falls: int = 0
+    highest: float = 0.0
 
     @property
     def limit(self) -> float:
@@ -87,11 +102,13 @@ class Trend:
         return limit_of(self.label).week
 
     def ratio(self, *, is_shown: bool) -> float:
-        """Return the limit over the growth, at least 1 where it is kept.
+        """Return the limit over the growth, or the cap over the highest value; at least 1 where it is kept.
 
         Args:
             is_shown: Count only the growth that the interval shows: its lower end.
         """
+        if self.label in CAPS:
+            return CAPS[self.label] / self.highest if self.highest else math.inf
         growth = max(self.low if is_shown else self.week, 0.0)
         return self.limit / growth if growth else math.inf
 
@@ -125,7 +142,7 @@ def settled_part(samples: Sequence[Sample]) -> list[Sample]:
 
 @dataclass(frozen=True)
 class _Line:
-    """A slope in units per second, and the half width of its interval."""
+    """A slope in units per second, or per step that is written, and the half width of its interval."""
 
     slope: float
     margin: float
@@ -135,27 +152,39 @@ FLAT = _Line(0.0, 0.0)
 
 
 def _trend_of(label: str, blocks: Sequence[Sequence[Sample]]) -> Trend | None:
-    of_blocks = [[(one.at_s, one.values[label]) for one in block if label in one.values] for block in blocks]
-    if not all(of_blocks):
+    kept = [[one for one in block if label in one.values] for block in blocks]
+    if not all(kept):
         return None
-    medians = [
-        (statistics.fmean(one.at_s for one in block), statistics.median(value for _, value in points))
-        for block, points in zip(blocks, of_blocks, strict=True)
-    ]
-    line, num_falls = _line_of(medians, list(itertools.chain(*of_blocks)), limit_of(label).resolution)
     first, last = blocks[0][0], blocks[-1][-1]
     seconds, steps = last.at_s - first.at_s, last.step - first.step
-    horizon_s = min(WEEK_S, WEEK_STEPS * seconds / steps) if steps else WEEK_S
+    horizon = horizon_s = min(WEEK_S, WEEK_STEPS * seconds / steps) if steps else WEEK_S
+    at = [[one.at_s for one in block] for block in kept]
+    if label == THINNED:
+        week_steps = round(horizon_s * steps / seconds)
+        written = written_steps(last.step + week_steps)
+        at = [[float(bisect.bisect_right(written, one.step)) for one in block] for block in kept]
+        horizon = len(written) - at[-1][-1]
+    values = [[one.values[label] for one in block] for block in kept]
+    medians = [(statistics.fmean(x), statistics.median(y)) for x, y in zip(at, values, strict=True)]
+    points = list(zip(itertools.chain(*at), itertools.chain(*values), strict=True))
+    line, num_falls = _line_of(medians, points, limit_of(label).resolution)
     return Trend(
         label,
-        medians[0][1],
-        medians[-1][1],
-        line.slope * seconds / steps if steps else 0.0,
-        line.slope * horizon_s,
-        (line.slope - line.margin) * horizon_s,
-        (line.slope + line.margin) * horizon_s,
-        num_falls,
+        first=medians[0][1],
+        last=medians[-1][1],
+        per_step=line.slope * (at[-1][-1] - at[0][0]) / steps if steps else 0.0,
+        week=line.slope * horizon,
+        low=(line.slope - line.margin) * horizon,
+        high=(line.slope + line.margin) * horizon,
+        num_falls=num_falls,
+        highest=max(value for _, value in points),
     )
+
+
+@functools.cache
+def written_steps(until: int) -> Sequence[int]:
+    """Return the steps up to `until` that TensorBoard gets a row of."""
+    return [step for step in range(1, until + 1) if is_drawn(step) or step % EVALUATED_EVERY == 0]
 
 
 def _line_of(medians: Sequence[Point], points: Sequence[Point], resolution: float) -> tuple[_Line, int]:
@@ -165,9 +194,9 @@ def _line_of(medians: Sequence[Point], points: Sequence[Point], resolution: floa
     teeth = find_teeth(points, resolution)
     if teeth.num_falls < MIN_FALLS:
         return of_medians, teeth.num_falls
-    seconds = points[-1][0] - points[0][0]
+    span = points[-1][0] - points[0][0]
     edges = [_fit(ends) for ends in (teeth.peaks, teeth.troughs)]
-    grown = [line if abs(line.slope) * seconds >= resolution else FLAT for line in edges]
+    grown = [line if abs(line.slope) * span >= resolution else FLAT for line in edges]
     return sorted([of_medians, *grown], key=lambda line: line.slope)[1], teeth.num_falls
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import math
@@ -19,7 +20,7 @@ from asyncrl.control.roster import RUN_VARIABLE
 from asyncrl.core.service import SERVICE_VARIABLE
 from benchmarks.soak.sampling import Sample, read_values
 from benchmarks.soak.soak import check, make_rows, table
-from benchmarks.soak.trend import GIB, MIB, WEEK_S, find_trends
+from benchmarks.soak.trend import GIB, MIB, THINNED, WEEK_S, find_trends, written_steps
 
 MEMORY = "memory_bytes/learner.0"
 
@@ -164,6 +165,33 @@ def test_what_is_thinned_grows_by_no_less_than_told() -> None:
     assert at_the_end < trend.week < 1.5 * at_the_end
 
 
+@pytest.mark.parametrize(("num_bytes", "is_kept"), [(255 * MIB, True), (257 * MIB, False)])
+def test_the_payloads_of_the_journal_are_judged_by_their_cap(num_bytes: float, is_kept: bool) -> None:
+    """Their teeth are longer than a soak: a rise of 150 MiB to the end of one is no growth."""
+    rise = [num_bytes - 150 * MIB * (1 - i / 719) for i in range(720)]
+    results = results_of(sampled(rise, "file_bytes/buffer/payloads"))
+    assert check(results)[0] is is_kept
+    assert f"at most {num_bytes / MIB:.1f} MiB; cap 256 MiB" in table(results)
+    (row,) = make_rows(results)
+    assert row.values["highest"] == num_bytes
+
+
+def test_what_tensorboard_gets_of_a_million_steps_is_told_by_its_own_rule() -> None:
+    """6 kB for each step that is written, of a million after the last sample too."""
+    written = written_steps(1_020_000)
+    assert 60_000 < len(written) < 100_000, "of a million steps"
+    steps = range(0, 20_000, 25)
+    values = [6e3 * bisect.bisect_right(written, step) for step in steps]
+    samples = [Sample(0.4 * step, step, {THINNED: value}) for step, value in zip(steps, values, strict=True)]
+    (trend,) = find_trends(samples)
+    week_steps = WEEK_S / 0.4
+    until = min(samples[-1].step + 1_000_000, samples[-1].step + week_steps)
+    expected = 6e3 * (bisect.bisect_right(written, until) - bisect.bisect_right(written, samples[-1].step))
+    assert trend.week == pytest.approx(expected, rel=0.01)
+    (by_steps,) = find_trends(sampled(values, "file_bytes/other"))
+    assert by_steps.week > 3 * trend.week
+
+
 def test_descriptors_that_leak_are_found() -> None:
     leak = [80.0 + i // 6 for i in range(720)]  # one in a minute: 10,080 in a week
     assert not check(results_of(sampled(leak, "descriptors/publisher.0")))[0]
@@ -186,6 +214,9 @@ def test_a_reading_has_each_process_and_file_of_the_run(tmp_path: Path) -> None:
     (folder.path / "logs").mkdir(parents=True)
     (folder.path / "logs" / "learner.0.log").write_bytes(bytes(10_000))
     folder.metrics.write_bytes(bytes(5_000))
+    (folder.path / "buffer" / "payloads").mkdir(parents=True)
+    (folder.path / "buffer" / "events.sqlite").write_bytes(bytes(20_000))
+    (folder.path / "buffer" / "payloads" / "00000001.segment").write_bytes(bytes(30_000))
     code = "import time; held = b'x' * (64 << 20); print('ready', flush=True); time.sleep(60)"
     marks = {RUN_VARIABLE: "soakrun1", SERVICE_VARIABLE: "learner.0"}
     process = subprocess.Popen(
@@ -203,4 +234,8 @@ def test_a_reading_has_each_process_and_file_of_the_run(tmp_path: Path) -> None:
     assert 64 * MIB < memory < 128 * MIB
     assert values["files/logs"] == 1 and values["file_bytes/logs"] >= 10_000
     assert values["file_bytes/metrics.jsonl"] >= 5_000
+    assert (
+        values["file_bytes/buffer/payloads"] >= 30_000 > values["file_bytes/buffer/events.sqlite"] >= 20_000
+    )
+    assert "file_bytes/buffer" not in values
     json.dumps(values)
