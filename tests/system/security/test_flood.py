@@ -25,6 +25,7 @@ from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.sockets.keys import ClientKeys, make_run_keys, read_client_keys
 from asyncrl.core.sockets.options import prepare_client
+from tests.system.parts.gateway_agent import Episodes, agents_at
 from tests.system.parts.up_run import UpRun, leftovers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -32,15 +33,23 @@ NUM_CONNECTIONS, RATE, FLOOD_S = 600, 200.0, 6.0
 """Connections in all, messages a second in all: what a CPU of this machine sends beside a run."""
 PATIENCE_S = 600.0
 GROWTH_BYTES = 512 << 20
+ENDLESS = b"GET /status HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+"""A head that never ends."""
 SETS = ("launcher.host=127.0.0.1", "launcher.curve=on", "rollout.replicas=1", "rollout.engine=scripted")
 SHORT = ("eval.every_steps=0", "learner.steps=1000000")
 
 
 class Flood:
-    """Connections to one address, over which messages go in turn, at a bounded rate; nothing is read."""
+    """Connections to one address, over which messages go in turn, at a bounded rate; nothing is read.
 
-    def __init__(self, address: str, keys: ClientKeys | None, num_connections: int) -> None:
-        self._address, self._keys, self._num = address, keys, num_connections
+    Args:
+        said: Over HTTP: what each new connection says.
+    """
+
+    def __init__(
+        self, address: str, keys: ClientKeys | None, num_connections: int, said: bytes = ENDLESS
+    ) -> None:
+        self._address, self._keys, self._num, self._said = address, keys, num_connections, said
         self._stop, self.num_sent = threading.Event(), 0
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -85,7 +94,7 @@ class Flood:
             ends.clear()
             with contextlib.suppress(OSError):
                 ends.append(socket.create_connection((str(place.hostname), place.port or 0), timeout=0.2))
-                ends[0].sendall(b"GET /status HTTP/1.1\r\nHost: 127.0.0.1\r\n")  # the head never ends
+                ends[0].sendall(self._said)
 
         held.callback(lambda: [end.close() for end in ends])
         return send
@@ -168,3 +177,55 @@ def test_a_run_trains_on_and_answers_beside_a_flood_over_many_connections_and_it
     assert code == 0, output
     assert run.summary()["ledger_residue"] == 0 and leftovers(run.folder) == []
     assert max(grown.values()) < GROWTH_BYTES
+
+
+NUM_AGENTS = 4
+
+
+def test_agents_are_answered_beside_a_flood_of_the_gateway_and_its_memory_is_bounded(
+    up: Callable[..., UpRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "a-key-that-agents-know"
+    monkeypatch.setenv("ASYNCRL_GATEWAY_KEY", key)
+    small = ("rollout.replicas=1", "rollout.group_size=4", "learner.groups_per_step=4")
+    run = up("flooded-gateway", *SHORT, *small, "rollout.gateway={port: 0}")
+    status = run.wait_for(lambda s: bool(s["services"].get("rollout.0", {}).get("gateway")), PATIENCE_S)
+    gateway = status["services"]["rollout.0"]["gateway"]
+    with agents_at(gateway, NUM_AGENTS, key) as episodes:
+        run.wait_for(lambda s: s["step"] >= 10, PATIENCE_S)
+        before = memory_of(run)
+        calm = episodes_within(FLOOD_S, episodes)
+        for who, said in (
+            ("a head without end", ENDLESS),
+            ("a wrong key", session_request("not-the-key", b"{}")),
+            ("nonsense with the key", session_request(key, b"{")),
+            ("a bad number with the key", session_request(key, b'{"wait_s": "for ever"}')),
+        ):
+            step = run.status()["step"]
+            with Flood(gateway, None, NUM_CONNECTIONS, said) as flood:
+                told = episodes_within(FLOOD_S, episodes)
+            print(f"{who}: sent {flood.num_sent}, {told} (calm {calm})", flush=True)
+            assert flood.num_sent > RATE and run.status()["step"] > step
+            calm = episodes_within(FLOOD_S / 2, episodes)
+        grown = {name: size - before.get(name, size) for name, size in memory_of(run).items()}
+        print("grown", {name: size >> 20 for name, size in grown.items()}, flush=True)
+    assert run.command("down").returncode == 0
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.summary()["ledger_residue"] == 0 and leftovers(run.folder) == []
+    assert max(grown.values()) < GROWTH_BYTES
+
+
+def episodes_within(seconds: float, episodes: Episodes) -> str:
+    """Return the agents' episodes per second and their median answer."""
+    before = len(episodes.took_s)
+    time.sleep(seconds)
+    took_s = episodes.took_s[before:]
+    assert len(took_s) > NUM_AGENTS, "the agents are answered"
+    return f"{len(took_s) / seconds:.1f} episodes/s, {1000 * statistics.median(took_s):.0f} ms"
+
+
+def session_request(key: str, body: bytes) -> bytes:
+    head = f"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n"
+    kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return (head + kind).encode() + body

@@ -41,6 +41,7 @@ FIRST = (*AGAIN, "up.making")
 GUESSED = (f"torchinductor_uid_{OWNER}", f"asyncrl-{OWNER}", f"ray-{OWNER}", f"vllm-{OWNER}")
 SHORT = ("rollout.replicas=1", "eval.every_steps=0", "checkpoint.every_steps=10")
 TCP = ("launcher.host=127.0.0.1", "launcher.curve=on")
+REDIS = ("buffer.journal=redis", "buffer.url=managed")
 START_S = 900.0
 
 
@@ -146,14 +147,17 @@ def test_the_hostile_user_gets_what_is_open_and_knows_who_has_used_his_own(home:
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
-def test_a_run_trains_on_whatever_another_user_does_at_every_moment_of_its_start(home: Path) -> None:
+@pytest.mark.parametrize("journal", [(), REDIS], ids=["file", "redis"])
+def test_a_run_trains_on_whatever_another_user_does_at_every_moment_of_its_start(
+    home: Path, journal: tuple[str, ...]
+) -> None:
     """Two lives of one run: in the second one he has taken every name that the first one had."""
     hostile, steps = HostileUser(), 0
     try:
         for points, places in ((FIRST, ()), (AGAIN, TCP)):
             steps += 5
             hostile.strike()
-            with started(home, points, f"learner.steps={steps}", *places) as run:
+            with started(home, points, f"learner.steps={steps}", *places, *journal) as run:
                 attend(run, hostile, len(points))
                 code, output = run.finish()
                 hostile.strike()
