@@ -19,6 +19,7 @@ from learner.backend import LearnerBackend, Models, Placement, ValueBackend
 from learner.batch_fetcher import BatchFetcher
 from learner.checkpoint import CheckpointStore
 from learner.leader import Leader
+from learner.numerics.device import claim_device
 from learner.ranks import Ranks
 from learner.record.batch_store import FOLDER, BatchStore
 from learner.record.recorder import Recorder
@@ -40,8 +41,9 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
     """
     keep_freed_memory()
     config = context.config
-    torch.set_num_threads(1 if not torch.cuda.is_available() else torch.get_num_threads())
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    device = claim_device(config.learner.gpus, context.rank)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
     objective = make_objective(
         config.algorithm, max_lag=config.staleness.max_lag, max_response_tokens=config.rollout.max_tokens
     )

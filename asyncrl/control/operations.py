@@ -38,12 +38,12 @@ LEAVING = (RunState.STOPPING, *RUN_ENDS)
 PAUSED_SERVICES = (BUFFER, LEARNER)
 
 
-class Promise(msgspec.Struct, frozen=True):
-    """A checkpoint of `step` or later, which that `life` of the learner was asked for in this start."""
+class PendingCheckpoint(msgspec.Struct, frozen=True):
+    """A checkpoint of `step` or later, asked of that `incarnation` of the learner in this start."""
 
     run_id: str
     step: int
-    life: int
+    incarnation: int
 
 
 @dataclass
@@ -59,18 +59,18 @@ class Operations:
     """Carries out the commands of the control API.
 
     Attributes:
-        promise_lock: Around a look at the promise and its change, by threads of the API and the watch loop.
+        pending_lock: Around a read of the pending checkpoint and its change, by the API and the watch loop.
     """
 
     roster: Roster
     fleet: FleetReconciler
     lifecycle: Lifecycle
     events: EventLog
-    promise_lock: Lock
+    pending_lock: Lock
 
     @property
-    def _promise(self) -> Path:
-        return RunDir(self.roster.run_dir).promise
+    def _pending_path(self) -> Path:
+        return RunDir(self.roster.run_dir).pending_checkpoint
 
     @property
     def is_paused(self) -> bool:
@@ -177,7 +177,7 @@ class Operations:
         return api.CheckpointAsked(self._ask_for_checkpoint(None))
 
     def _ask_for_checkpoint(self, step: int | None) -> int:
-        """Ask for one of `step` or later, and take down that this life of the learner owes it.
+        """Ask for one of `step` or later, and take down that this incarnation of the learner owes it.
 
         Without a `step` it is of the one that the learner is at, which a late answer leaves unknown: whoever
         asked is told that it was late, and nothing is taken down.
@@ -185,63 +185,63 @@ class Operations:
         Returns:
             The step that the learner is at.
         """
-        life = self.fleet.num_restarts(LEARNER)
+        incarnation = self.fleet.num_restarts(LEARNER)
         try:
             answer = self.fleet.ask(LEARNER, WriteCheckpoint())
         except DeadlineExceeded:  # what it was asked waits at the learner, and dies with it
             if step is not None:
-                self._take_down(step, life)
+                self._take_down(step, incarnation)
             raise
-        self._take_down(answer.step if step is None else step, life)
+        self._take_down(answer.step if step is None else step, incarnation)
         return answer.step
 
-    def _take_down(self, step: int, life: int) -> None:
-        """Promise a checkpoint, unless one of a later step is promised already: that one is for both."""
-        owed = Promise(self.roster.run_id, step, life)
-        with self.promise_lock:
-            before = self._read_promise()
+    def _take_down(self, step: int, incarnation: int) -> None:
+        """Note a checkpoint as pending, unless one of a later step is already: that one is for both."""
+        owed = PendingCheckpoint(self.roster.run_id, step, incarnation)
+        with self.pending_lock:
+            before = self._read_pending()
             if before is None or before.step <= step:
-                write_json(self._promise, msgspec.structs.asdict(owed))
+                write_json(self._pending_path, msgspec.structs.asdict(owed))
 
-    def _read_promise(self) -> Promise | None:
-        """Return what this start of the run has promised, None for nothing or for another form of it."""
-        found = read_json(self._promise)
+    def _read_pending(self) -> PendingCheckpoint | None:
+        """Return what this start of the run has to write, None for nothing or for another form of it."""
+        found = read_json(self._pending_path)
         if found is None or found.get("run_id") != self.roster.run_id:
             return None
         try:
-            return msgspec.convert(found, Promise)
+            return msgspec.convert(found, PendingCheckpoint)
         except msgspec.ValidationError as error:
-            log.warning("the pending checkpoint request in %s cannot be read: %s", self._promise, error)
+            log.warning("the pending checkpoint request in %s cannot be read: %s", self._pending_path, error)
             return None
 
-    def _drop_promise(self, kept: Promise) -> None:
-        """Forget what is kept, not what was promised since."""
-        with self.promise_lock:
-            if self._read_promise() == kept:
-                self._promise.unlink(missing_ok=True)
+    def _drop_pending(self, written: PendingCheckpoint) -> None:
+        """Forget what is written, not what was asked for since."""
+        with self.pending_lock:
+            if self._read_pending() == written:
+                self._pending_path.unlink(missing_ok=True)
 
-    def keep_promise(self, statuses: Statuses) -> None:
-        """Ask the learner's next life for a checkpoint that the last one was asked for and did not write.
+    def renew_pending_checkpoint(self, statuses: Statuses) -> None:
+        """Ask the learner's newest incarnation for a checkpoint that an earlier one was to write and did not.
 
         Once it is back at that step: before, it would hold less than was there when it was asked for.
         """
         try:
-            self._keep_promise(statuses)
+            self._renew_pending(statuses)
         except OSError as error:  # a full disk ends no run; the next pulse tries again
             log.warning("the pending checkpoint requests cannot be read or written: %s", error)
 
-    def _keep_promise(self, statuses: Statuses) -> None:
-        owed = self._read_promise()
+    def _renew_pending(self, statuses: Statuses) -> None:
+        owed = self._read_pending()
         if owed is None or self.lifecycle.state in LEAVING:
             return
         known = statuses.buffer.checkpoints if statuses.buffer is not None else ()
         if max(known, default=-1) >= owed.step:
-            self._drop_promise(owed)
+            self._drop_pending(owed)
             return
         learner = statuses.learner
         is_up = learner is not None and learner.state == ServiceState.READY
         is_back = is_up and learner is not None and learner.step >= owed.step
-        if owed.life == self.fleet.num_restarts(LEARNER) or not is_back:
+        if owed.incarnation == self.fleet.num_restarts(LEARNER) or not is_back:
             return
         try:
             self._ask_for_checkpoint(owed.step)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.core.config.tree import Config, LearnerSection, RolloutSection
 from asyncrl.core.service import ServiceContext
+from asyncrl.core.variants import backend_facts
 
 RUN_VARIABLE = "ASYNCRL_RUN_ID"
 """Marks every process of a run, so that what is left over can be found and ended by pid."""
@@ -56,6 +57,10 @@ FACTORIES = {
 
 MAX_REPLICAS = 64
 """Replica indices with an address known from the start."""
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""Ray shows a service that asks for no GPU all of its node."""
+LEARNER_ON_GPU = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""Packed rows have another shape in each microbatch, and blocks of fixed size would fragment."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 RECEIVERS = tuple(f"receiver.{index}" for index in range(MAX_REPLICAS))
 SERVERS = ("buffer.0", "weight_sync.0", "publisher.0", *RECEIVERS)
@@ -119,8 +124,18 @@ class Roster:
             log_path=str(self.run_dir / "logs" / f"{name}.log"),
             cpus=section.cpus if section else 0.0,
             gpus=float(section.gpus) if section else 0.0,
-            environment=dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {},
+            environment=self._environment(kind, section),
         )
+
+    def _environment(self, kind: str, section: LearnerSection | RolloutSection | None) -> dict[str, str]:
+        """Return what a service's process finds in its environment; without a GPU of its own, no GPU."""
+        found = dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
+        if section is None or not section.gpus:
+            return {**found, **WITHOUT_GPU}
+        found["OMP_NUM_THREADS"] = str(max(1, int(section.cpus)))
+        if kind != "learner":
+            return found
+        return {**found, **LEARNER_ON_GPU, **backend_facts(self.config.learner.backend).gpu_environment}
 
     def _keys_of(self, name: str) -> RunKeys | None:
         if self.keys is None:

@@ -264,7 +264,7 @@ class Supervisor:
             self.lifecycle.state = RunState.RUNNING
         self._keep_time(self._runtime.now())
         self.operations.keep_paused(self._statuses)
-        self.operations.keep_promise(self._statuses)
+        self.operations.renew_pending_checkpoint(self._statuses)
         self._autoscale(self._collect_rows())
         self._rows.collect_evaluations(self._statuses)
         self._watch_for_stalls()

@@ -95,7 +95,7 @@ class WriteCheckpoint(Command[StepsDone], frozen=True, tag="checkpoint"):
 
 
 class Rows(Message, frozen=True):
-    """Rows that were not taken yet; `first` is the index of the first of them in the learner's life."""
+    """Rows that were not taken yet, from index `first` of the learner's incarnation on."""
 
     first: int
     rows: tuple[Mapping[str, int | float], ...]

@@ -231,7 +231,7 @@ class ReplicaStatus(ServiceStatus, frozen=True, kw_only=True):
 
 
 class GuardFinding(Message, frozen=True):
-    """What the guard found at a step, the `number`-th thing of this life of the learner."""
+    """What the guard found at a step, the `number`-th thing of this incarnation of the learner."""
 
     number: int
     step: int
@@ -243,10 +243,10 @@ class LearnerStatus(ServiceStatus, frozen=True, kw_only=True):
     """Status of a rank of the learner; of most, only its leader knows.
 
     Attributes:
-        step: The last that is done. resumed_step: That this life went on from.
+        step: The last that is done. resumed_step: That this incarnation went on from.
         last_evaluation: Id of the last evaluation that was ordered, 0 for none.
         torn: A sentence of each checkpoint that was found damaged.
-        checkpointed_step: Of the newest checkpoint of this life, 0 for none.
+        checkpointed_step: Of the newest checkpoint of this incarnation, 0 for none.
     """
 
     step: int
@@ -259,7 +259,7 @@ class LearnerStatus(ServiceStatus, frozen=True, kw_only=True):
 
     @property
     def has_trained(self) -> bool:
-        """Whether this life has done a step."""
+        """Whether this incarnation has done a step."""
         return self.step > self.resumed_step
 
 

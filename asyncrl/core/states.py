@@ -44,8 +44,8 @@ class ServiceState(StrEnum):
 
 
 RUN_ENDS = (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)
-"""Of a run: nothing of it lives any more."""
+"""Of a run: nothing of it runs any more."""
 SERVICE_FAULTS = (ServiceState.FAILED, ServiceState.DEAD, ServiceState.RETIRED)
-"""Of a service: it has no life now. A replica whose restarts are spent is RETIRED for minutes."""
+"""Of a service: it has no process now. A replica whose restarts are spent is RETIRED for minutes."""
 SERVICE_ENDS = (ServiceState.ENDED, *SERVICE_FAULTS)
 """Of a service: it does nothing any more."""

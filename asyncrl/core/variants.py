@@ -106,6 +106,7 @@ class BackendFacts:
             them to the host as well then.
         lacks: Options of `learner` that do nothing with it: `name`, or `name: value` for one value.
         hint: What it does instead; empty where another backend has the option.
+        gpu_environment: Variables of a rank's process on a GPU.
     """
 
     policy: str
@@ -114,6 +115,7 @@ class BackendFacts:
     shards_weights: bool = False
     lacks: tuple[str, ...] = ()
     hint: str = ""
+    gpu_environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def journal_names() -> tuple[str, ...]:

@@ -53,7 +53,7 @@ class Measured:
 
 
 def steady_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of training steps, without the first of a life and without standstills.
+    """Return the rows of training steps, without the first of a start and without standstills.
 
     Raises:
         ConfigError: There are fewer than `MIN_ROWS`.

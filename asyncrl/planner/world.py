@@ -142,15 +142,15 @@ class Actor:
 
     Attributes:
         name: As of the service, "rollout.3".
-        life: How many processes have had the name before.
+        incarnation: How many processes have had the name before.
     """
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
         self.is_alive = True
-        lives = world.disk.setdefault("lives", {})
-        self.life = lives[name] = lives.get(name, 0) + 1
+        incarnations = world.disk.setdefault("incarnations", {})
+        self.incarnation = incarnations[name] = incarnations.get(name, 0) + 1
 
     def begin(self) -> None:
         """Start to live."""

@@ -92,7 +92,12 @@ def measure(sizes: Sizes) -> dict[str, Any]:
         folder = Path(name)
         num_parameters = save_model(folder, sizes)
         section = LearnerSection.model_validate(
-            {"lr": 1e-6, "max_tokens_per_microbatch": sizes.num_tokens, "recompute": sizes.recompute}
+            {
+                "lr": 1e-6,
+                "gpus": int(torch.cuda.is_available()),
+                "max_tokens_per_microbatch": sizes.num_tokens,
+                "recompute": sizes.recompute,
+            }
         )
         model_size = read_model_size(folder)
         assert model_size is not None, "the model was written here"

@@ -129,7 +129,7 @@ class CheckpointStore:
         for path in [*_files(folder), *_folders(folder), folder]:
             sync_path(path)
         fault_point("checkpoint.synced", step)
-        shutil.rmtree(self.folder(step), ignore_errors=True)  # an uncommitted one of an earlier life
+        shutil.rmtree(self.folder(step), ignore_errors=True)  # an uncommitted one of an earlier start
         folder.rename(self.folder(step))
         sync_path(self.root)
         fault_point("checkpoint.renamed", step)

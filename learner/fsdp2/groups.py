@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.core.errors import ConfigError
 from learner.backend import Placement
+from learner.numerics.device import BACKENDS, choose_device
 from weight_sync.backends.rendezvous import join_store
 
 
@@ -53,16 +54,20 @@ class RankGroup:
             dist.destroy_process_group()
 
 
-def join_group(placement: Placement, seed: int) -> RankGroup:
-    """Join the ranks of the learner; the first time in a process this starts the group.
+def join_group(placement: Placement, gpus: int, seed: int) -> RankGroup:
+    """Join the ranks of the learner, each on its device; the first time in a process this starts the group.
+
+    Args:
+        gpus: `learner.gpus`.
 
     Raises:
-        ConfigError: Several ranks have no rendezvous, or the process is another rank already.
+        ConfigError: Several ranks have no rendezvous, or the process is another rank already; or there is no
+            GPU.
     """
     is_owner = not dist.is_initialized()
-    has_cuda = torch.cuda.is_available()
+    device = choose_device(gpus, placement.rank)
     if is_owner:
-        _start(placement, has_cuda)
+        _start(placement, device)
         torch.manual_seed(seed)
     elif (dist.get_rank(), dist.get_world_size()) != (placement.rank, placement.world_size):
         raise ConfigError(
@@ -75,24 +80,22 @@ def join_group(placement: Placement, seed: int) -> RankGroup:
     return RankGroup(
         rank=placement.rank,
         size=placement.world_size,
-        device=torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu"),
+        device=device,
         # From the group itself: a mesh of its own would make groups that have PyTorch's timeout.
-        mesh=DeviceMesh.from_group(world, "cuda" if has_cuda else "cpu"),
+        mesh=DeviceMesh.from_group(world, device.type),
         is_owner=is_owner,
     )
 
 
-def _start(placement: Placement, has_cuda: bool) -> None:
+def _start(placement: Placement, device: torch.device) -> None:
     alone = placement.world_size == 1
     if not alone and not placement.rendezvous:
         raise ConfigError(
             f"{placement.world_size} learner ranks need a rendezvous", hint='Give it as "host:port"'
         )
-    if has_cuda:
-        torch.cuda.set_device(placement.rank % torch.cuda.device_count())
     timeout = datetime.timedelta(seconds=placement.timeout_s)
     dist.init_process_group(
-        "nccl" if has_cuda else "gloo",
+        BACKENDS[device.type],
         store=dist.HashStore() if alone else join_store(placement.rendezvous, placement.rank, timeout),
         rank=placement.rank,
         world_size=placement.world_size,

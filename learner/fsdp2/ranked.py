@@ -50,7 +50,7 @@ class RankedModel:
         self._source, self._dtype = source, DTYPES[dtype]
         self._parts: tuple[Part, ...] = ()
         self._part_addresses: list[int] = []
-        self._group: RankGroup = join_group(placement, seed)
+        self._group: RankGroup = join_group(placement, config.gpus, seed)
         try:
             root, layers = self._load(source)
             sharded = shard_module(root, layers, self._group, _make_sharding(config, self._dtype))

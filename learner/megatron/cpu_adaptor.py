@@ -44,6 +44,12 @@ _MODULES = (
 _RNG_LOGGER = "megatron.core.tensor_parallel.random"
 
 
+def is_installed() -> bool:
+    """Tell whether Megatron-core of this process computes on the CPU."""
+    engine = sys.modules.get("megatron.core.optimizer")
+    return engine is not None and isinstance(vars(engine).get("torch"), _TorchOnCpu)
+
+
 def install() -> None:
     """Import Megatron-core and, without CUDA, make it run on the CPU. Safe to call twice."""
     if not torch.cuda.is_available():

@@ -74,14 +74,14 @@ class Engine:
         self._architecture = architecture.read_architecture(model_path)
         self._parallelism = architecture.Parallelism.of(config)
         architecture.check_parallelism(self._architecture, self._parallelism)
-        self._groups = groups.join_groups(placement, self._parallelism, seed)
+        self._groups = groups.join_groups(placement, self._parallelism, config.gpus, seed)
         self._lr, self._num_updates, self._loss_scale = config.lr, 0, LossScale(self._dtype)
         self._max_tokens = config.max_tokens_per_microbatch
         self._gate: StepGate | None = None
         self._make_room: MakeRoom | None = None
         try:
             self._transformer = architecture.make_transformer_config(
-                self._architecture, self._parallelism, self._dtype
+                self._architecture, self._parallelism, self._dtype, self._groups.device
             )
             self._chunks = self._load_chunks()
             self._exported = ExportedParts(self._chunks, self._transformer, self._architecture.vocab_size)

@@ -17,7 +17,9 @@ from megatron.core import parallel_state, tensor_parallel
 
 from asyncrl.core.errors import ConfigError
 from learner.backend import Placement
+from learner.megatron import cpu_adaptor
 from learner.megatron.model.architecture import Parallelism
+from learner.numerics.device import BACKENDS, VISIBLE, choose_device
 from weight_sync.backends.rendezvous import join_store
 
 
@@ -75,22 +77,31 @@ class RankGroups:
             stop_groups()
 
 
-def join_groups(placement: Placement, parallelism: Parallelism, seed: int) -> RankGroups:
-    """Join the ranks of the learner; the first time in a process this starts the groups.
+def join_groups(placement: Placement, parallelism: Parallelism, gpus: int, seed: int) -> RankGroups:
+    """Join the ranks of the learner, each on its device; the first time in a process this starts the groups.
+
+    Args:
+        gpus: `learner.gpus`.
 
     Raises:
         ConfigError: The ranks do not divide, several ranks have no rendezvous, or the groups that there
-            are were cut another way.
+            are were cut another way; or there is no GPU, or one that Megatron-core would take unasked.
     """
     is_owner = not parallel_state.is_initialized()
+    device = choose_device(gpus, placement.rank)
+    if device.type == "cpu" and not cpu_adaptor.is_installed():
+        raise ConfigError(
+            "learner.gpus is 0, and this process sees a GPU, which Megatron-core would compute on",
+            hint=f"Hide it: {VISIBLE}= before the command; or set learner.gpus: 1",
+        )
     if is_owner:
-        _start(placement, parallelism, seed)
+        _start(placement, parallelism, device, seed)
     groups = RankGroups(
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
         cp=parallel_state.get_context_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
-        device=rank_device(),
+        device=device,
         is_owner=is_owner,
     )
     found = (
@@ -109,7 +120,7 @@ def join_groups(placement: Placement, parallelism: Parallelism, seed: int) -> Ra
     return groups
 
 
-def _start(placement: Placement, parallelism: Parallelism, seed: int) -> None:
+def _start(placement: Placement, parallelism: Parallelism, device: torch.device, seed: int) -> None:
     if placement.world_size % parallelism.num_copies:
         raise ConfigError(
             f"{placement.world_size} learner ranks do not divide by learner.tp x pp x cp: "
@@ -119,13 +130,10 @@ def _start(placement: Placement, parallelism: Parallelism, seed: int) -> None:
         raise ConfigError(
             f"{placement.world_size} learner ranks need a rendezvous", hint='Give it as "host:port"'
         )
-    has_cuda = torch.cuda.is_available()
-    if has_cuda:
-        torch.cuda.set_device(placement.rank % torch.cuda.device_count())
     alone = placement.world_size == 1
     timeout = datetime.timedelta(seconds=placement.timeout_s)
     dist.init_process_group(
-        "nccl" if has_cuda else "gloo",
+        BACKENDS[device.type],
         store=dist.HashStore() if alone else join_store(placement.rendezvous, placement.rank, timeout),
         rank=placement.rank,
         world_size=placement.world_size,
@@ -148,12 +156,3 @@ def stop_groups() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def rank_device() -> torch.device:
-    """Return where this rank's tensors live."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import megatron.core.optimizer
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -173,6 +174,8 @@ def _make_optimizer(
         overlap_param_gather=overlaps,
     )
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    # Megatron takes that of Transformer Engine or Apex where one is installed: their step is elsewhere.
+    megatron.core.optimizer.Adam, megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
     with cpu_adaptor.cuda_type_names(parameters):
         chain = get_megatron_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
     (optimizer,) = chain.chained_optimizers

@@ -122,7 +122,7 @@ class TrainingState:
         for model_group, main_group in groups:
             for parameter, main in zip(model_group, main_group, strict=True):
                 name, is_copy = names[parameter]
-                values, step = self._values(main)
+                values, step = self._values(main, parameter.device)
                 owned = optimizer._get_model_param_range_map(parameter)["param"]
                 yield Shard(
                     runs=rows.row_runs(name, parameter.shape, self._config, self._vocab_size),
@@ -134,15 +134,18 @@ class TrainingState:
                     step=step,
                 )
 
-    def _values(self, main: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def _values(
+        self, main: torch.Tensor, device: torch.device
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Return the optimizer's tensors of one main parameter by kind, and its `step`.
 
-        One that was never stepped gets what AdamW would give it, its own `step` included. (Megatron's
+        One that was never stepped gets what AdamW would give it, its own `step` included, on the `device` of
+        the weights, where its fused kernel wants it: offloading moves the rest alone. (Megatron's
         load_state_dict makes all parameters share one, which breaks bias correction.)
         """
         state = self._optimizer.optimizer.state[main]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state.update({moment: torch.zeros_like(main) for moment in KINDS[1:]})
         values = {"main": main.detach(), **{moment: state[moment] for moment in KINDS[1:]}}
         assert all(tensor.is_contiguous() for tensor in values.values())
@@ -156,7 +159,7 @@ class TrainingState:
 def generator_states() -> dict[str, torch.Tensor]:
     """Return the states of the random generators of torch and of Megatron's tensor parallelism."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     return states | {f"tracker.{name}": state for name, state in tracked.items()}
@@ -165,7 +168,7 @@ def generator_states() -> dict[str, torch.Tensor]:
 def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
     """Set the generators to what `generator_states` returned."""
     torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
+    if "cuda" in states and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(states["cuda"])
     prefix = "tracker."
     tracked = {name.removeprefix(prefix): states[name] for name in states if name.startswith(prefix)}

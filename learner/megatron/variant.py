@@ -14,4 +14,6 @@ VARIANT = BackendFacts(
     "learner.megatron.backend:MegatronBackend",
     "learner.megatron.backend:MegatronValueBackend",
     lacks=("compile",),
+    # Kernels of communication and computation start in the order of their calls, which overlap relies on.
+    gpu_environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
 )

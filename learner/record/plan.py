@@ -14,7 +14,7 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import CheckpointError, ConfigError, DataError
 from learner.checkpoint.store import CheckpointStore
 from learner.record.batch_store import FOLDER, BatchStore, name_steps
-from learner.record.lives import Life
+from learner.record.intervals import SettingsInterval
 
 CHECKPOINTS = "checkpoints"
 
@@ -31,7 +31,7 @@ class Plan:
         stops: Whether to end at the first step from `first` on that differs.
         sets_rate: Whether the configured learning rate holds, not the one that the checkpoint has.
         settings: Digest of those under which the steps were trained; "" takes the run's last ones.
-        taken_from: Where the life before has left its state, in place of a checkpoint; "" for none.
+        taken_from: Where the interval before has left its state, in place of a checkpoint; "" for none.
         left_in: Where this one is to leave its own; "" for nowhere.
     """
 
@@ -122,14 +122,14 @@ def _starts(folder: Path, config: Config, steps: set[int], say: Callable[[str], 
     return starts
 
 
-def cut_plan(plan: Plan, lives: Sequence[Life], between: Path) -> Iterator[Plan]:
-    """Yield the plan of each life; all but the first take up what the one before has left in `between`."""
-    for index, life in enumerate(lives):
+def cut_plan(plan: Plan, intervals: Sequence[SettingsInterval], between: Path) -> Iterator[Plan]:
+    """Yield the plan of each interval; all but the first take up what the one before left in `between`."""
+    for index, interval in enumerate(intervals):
         yield replace(
             plan,
-            began_at=life.first,
-            end=life.end,
-            settings=life.settings,
+            began_at=interval.first,
+            end=interval.end,
+            settings=interval.settings,
             taken_from=str(between / str(index)) if index else "",
-            left_in=str(between / str(index + 1)) if index + 1 < len(lives) else "",
+            left_in=str(between / str(index + 1)) if index + 1 < len(intervals) else "",
         )

@@ -47,7 +47,7 @@ class Recorder:
         share: This rank's, of `num_shares`. The rank of share 0 keeps the folder: it removes old steps.
         seed: `run.seed`, kept with every step.
         max_stall_s: How long training may wait for the disk.
-        settings: Those of this life of the run, kept for its steps.
+        settings: Those of this start of the run, kept for its steps.
     """
 
     def __init__(

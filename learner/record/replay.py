@@ -3,8 +3,8 @@
   consumes: a checkpoint (or the model of the start), the recorded batches after it
   waits for: nobody, but the other ranks     produces: a comparison with what the run recorded
 Owns the order: find where to begin, load, then adjust, train and compare, step by step, by the same
-`Trainer` as the live learner, each life of the run under the settings that were recorded with its steps. Must
-never write into the run's folder. Invariant: with the configuration of the run, on the packages and the
+`Trainer` as the live learner, each interval of the run under the settings that were recorded with its steps.
+Must never write into the run's folder. Invariant: with the configuration of the run, on the packages and the
 processor it ran on, every metric, every published weight and what its checkpoints hold is equal bit by bit.
 """
 
@@ -27,10 +27,18 @@ from learner.algorithms.objective import Objective, make_objective
 from learner.backend import LearnerBackend, Models, Placement
 from learner.checkpoint.store import CheckpointStore
 from learner.composition import open_models
+from learner.numerics.device import claim_device
 from learner.ranks import Ranks
 from learner.record.batch_store import FOLDER, BatchStore, RecordedStep, RecordedWeights, name_steps
 from learner.record.comparison import WEIGHTS, ComparedStep, Comparison, Difference, compare
-from learner.record.lives import Life, cut_lives, describe_lives, find_lives, leave_state, take_up_state
+from learner.record.intervals import (
+    SettingsInterval,
+    cut_intervals,
+    describe_intervals,
+    find_intervals,
+    leave_state,
+    take_up_state,
+)
 from learner.record.plan import CHECKPOINTS, Plan, cut_plan, make_plan
 from learner.record.processes import replay_on_ranks
 from learner.record.recorder import repeatable
@@ -96,18 +104,18 @@ def replay_run(
     config = load_resolved(folder, overrides)
     plan = replace(make_plan(folder, config, first, num_steps, say), stops=stops)
     batch_store = BatchStore(folder / FOLDER)
-    lives = find_lives(batch_store, plan.began_at, plan.end)
-    for sentence in describe_lives(batch_store, lives):
+    intervals = find_intervals(batch_store, plan.began_at, plan.end)
+    for sentence in describe_intervals(batch_store, intervals):
         say(sentence)
     if overrides and plan.began_at < plan.first:
-        lives = list(cut_lives(lives, plan.first))
+        intervals = list(cut_intervals(intervals, plan.first))
         say(f"{name_steps(range(plan.began_at, plan.first))} as in the run, then {', '.join(overrides)}")
-    _check_overrides(plan, lives, batch_store, overrides)
+    _check_overrides(plan, intervals, batch_store, overrides)
     compared: list[ComparedStep] = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-replay-") as between:
-        for part in cut_plan(plan, lives, Path(between)):
+        for part in cut_plan(plan, intervals, Path(between)):
             given = overrides if part.began_at >= plan.first else ()
-            compared += _replay_life(part, batch_store, given, say).steps
+            compared += _replay_interval(part, batch_store, given, say).steps
             if stops and any(_ends_at(plan, step) for step in compared):
                 break
             if part.taken_from:
@@ -116,12 +124,12 @@ def replay_run(
 
 
 def _check_overrides(
-    plan: Plan, lives: Sequence[Life], batch_store: BatchStore, overrides: Sequence[str]
+    plan: Plan, intervals: Sequence[SettingsInterval], batch_store: BatchStore, overrides: Sequence[str]
 ) -> None:
-    """Raise ConfigError if `overrides` do not fit a life: before the steps that lead there are trained."""
-    for life in lives:
-        if life.first >= plan.first:
-            configure(plan.folder, batch_store.read_settings(life.settings), overrides)
+    """Raise ConfigError if `overrides` do not fit an interval, before the steps before it are trained."""
+    for interval in intervals:
+        if interval.first >= plan.first:
+            configure(plan.folder, batch_store.read_settings(interval.settings), overrides)
 
 
 def _ends_at(plan: Plan, step: ComparedStep) -> bool:
@@ -129,7 +137,7 @@ def _ends_at(plan: Plan, step: ComparedStep) -> bool:
     return step.step >= plan.first and bool(step.differences)
 
 
-def _replay_life(
+def _replay_interval(
     plan: Plan, batch_store: BatchStore, overrides: Sequence[str], say: Callable[[str], None]
 ) -> Comparison:
     settings = batch_store.read_settings(plan.settings)
@@ -164,12 +172,13 @@ def replay(
     Returns:
         The same comparison on every rank.
     """
-    torch.set_num_threads(1 if not torch.cuda.is_available() else torch.get_num_threads())
+    device = claim_device(config.learner.gpus, placement.rank)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
     objective = make_objective(
         config.algorithm, max_lag=config.staleness.max_lag, max_response_tokens=config.rollout.max_tokens
     )
     with closing(make_models(config, objective, placement)) as models:
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         ranks, fetcher = Ranks(placement.rank, placement.world_size, device), RecordedIntake()
         trainer = Trainer(config, ranks, models, objective, fetcher, Stopwatch())
         _restore(trainer, plan, config)

@@ -113,12 +113,12 @@ def read_model_size(folder: Path) -> ModelSize | None:
 
 def find_peak_flops(dtype: str) -> float:
     """Return the peak of this process's device per second: from the table, or measured."""
-    if torch.cuda.is_available() and dtype != "float32":
+    if torch.cuda.is_initialized() and dtype != "float32":
         name = torch.cuda.get_device_name()
         known = next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
         if known is not None:
             return known * 1e12
-    return measure_peak_flops(getattr(torch, dtype), "cuda" if torch.cuda.is_available() else "cpu")
+    return measure_peak_flops(getattr(torch, dtype), "cuda" if torch.cuda.is_initialized() else "cpu")
 
 
 def measure_peak_flops(dtype: torch.dtype, device: str) -> float:

@@ -71,7 +71,7 @@ class ProfilerWindow:
 
     def _begin(self, step: int) -> None:
         activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities)
         self._profile.start()

@@ -95,19 +95,18 @@ class Stopwatch:
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
         self.seconds: dict[str, float] = {}
-        self._has_cuda = torch.cuda.is_available()
 
     @contextmanager
     def time(self, stage: str) -> Iterator[None]:
         """Add the time of the block to `stage`."""
-        start = self._clock.now()
-        if self._has_cuda:
+        start, has_cuda = self._clock.now(), torch.cuda.is_initialized()
+        if has_cuda:
             torch.cuda.nvtx.range_push(stage)
         try:
             with torch.profiler.record_function(stage):
                 yield
         finally:
-            if self._has_cuda:
+            if has_cuda:
                 torch.cuda.nvtx.range_pop()
             self.seconds[stage] = self.seconds.get(stage, 0.0) + self._clock.now() - start
 
@@ -122,12 +121,12 @@ _GIB = 2**30
 
 
 def measure_memory() -> dict[str, float]:
-    """Return `perf/*memory*` of this process; the GPU's where there is one."""
+    """Return `perf/*memory*` of this process; the GPU's where it computes on one."""
     found = {
         "perf/cpu_memory_used_gb": psutil.virtual_memory().used / _GIB,
         "perf/process_memory_gb": psutil.Process().memory_info().rss / _GIB,
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / _GIB
         found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / _GIB
     return found

@@ -168,7 +168,7 @@ class Replica:
         return _Work(parts, groups, swaps, leases)
 
     async def _introduce(self, parts: ReplicaParts) -> None:
-        """Give back what an earlier life under this name held, and describe the data."""
+        """Give back what an earlier process under this name held, and describe the data."""
         end = asyncio.get_running_loop().time() + self._settings.start_deadline_s
         while True:
             try:

@@ -101,19 +101,19 @@ class WarnedLearner(ScriptedLearner):
 
 
 class PacedLearner(ScriptedLearner):
-    """Waits after step 5 for the file `go-on`; a second life goes on from the checkpoint of step 2."""
+    """Waits after step 5 for the file `go-on`; a second incarnation goes on from the checkpoint of step 2."""
 
     def run(self, stop: threading.Event) -> None:
         folder = self.context.run_dir
-        mark = folder / "second-life"
-        self.life, first = int(mark.exists()), 3 if mark.exists() else 1
+        mark = folder / "second-incarnation"
+        self.incarnation, first = int(mark.exists()), 3 if mark.exists() else 1
         mark.touch()
         for step in range(first, self.context.config.learner.steps + 1):
             while step == 6 and not (folder / "go-on").exists() and not stop.is_set():
                 stop.wait(0.01)
             if stop.wait(0.01):
                 return
-            row = {**ROW, "timing_s/step": time.time(), "life": self.life}
+            row = {**ROW, "timing_s/step": time.time(), "incarnation": self.incarnation}
             self.rows.append({"training/global_step": step, **row})
 
     def status(self) -> ServiceStatus:
@@ -122,26 +122,26 @@ class PacedLearner(ScriptedLearner):
 
 
 class AskedLearner(PacedLearner):
-    """Writes down which of its lives was asked for a checkpoint at which step, and writes none."""
+    """Writes down which of its incarnations was asked for a checkpoint at which step, and writes none."""
 
     def command(self, command: AnyCommand) -> Message:
         if not isinstance(command, WriteCheckpoint):
             return super().command(command)
         step = self.status().step
         with (self.context.run_dir / "asked").open("a") as file:
-            file.write(f"{self.life}:{step} ")
+            file.write(f"{self.incarnation}:{step} ")
         return StepsDone(step)
 
 
 class MuteLearner(PacedLearner):
-    """Writes its rows into its log, and hands none over in the lives that the file `mute` names."""
+    """Writes its rows into its log, and hands none over in the incarnations that the file `mute` names."""
 
     def run(self, stop: threading.Event) -> None:
         self.rows = LoggedRows(self.context.run_dir)
         super().run(stop)
 
     def command(self, command: AnyCommand) -> Message:
-        is_mute = str(self.life) in (self.context.run_dir / "mute").read_text()
+        is_mute = str(self.incarnation) in (self.context.run_dir / "mute").read_text()
         return Rows(0, ()) if is_mute else super().command(command)
 
 

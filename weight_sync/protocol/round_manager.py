@@ -127,7 +127,7 @@ class RoundManager:
         self._num_unanswered = 0
 
     def break_up(self, round_: Round, cause: str, now: float) -> None:
-        """The group is lost: ask all for a sign of life; who gives none in time is the culprit."""
+        """The group is lost: ask all for a heartbeat; who sends none in time is the culprit."""
         if round_.is_broken:
             return
         self.groups.drop(round_.membership)  # who has left may be in another round before this one ends

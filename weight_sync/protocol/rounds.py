@@ -142,7 +142,7 @@ class Round:
 
     @property
     def awaits_publisher(self) -> bool:
-        """Whether the publisher may be the one that broke the round: it has given no sign of life since."""
+        """Whether the publisher may be the one that broke the round: it has sent no heartbeat since."""
         return self.is_broken and self.broken_by in ASKING_CAUSES and not self.has_publisher_spoken
 
     @property

@@ -102,7 +102,7 @@ def _classify(ages_s: Iterable[float]) -> dict[str, int]:
 
 
 def trace_ticket(past: Iterable[TimedEvent], number: int, start: LedgerState | None = None) -> list[Moment]:
-    """Return the life of one ticket, oldest first; empty if it was never issued.
+    """Return the history of one ticket, oldest first; empty if it was never issued.
 
     Args:
         start: The ledger before the first event, where the journal does not begin with the run.

@@ -89,7 +89,7 @@ def inspect_account(run: str, runs_dir: str) -> AccountReport:
 
 
 def inspect_ticket(run: str, runs_dir: str, number: int) -> list[Moment]:
-    """Return the life of one ticket.
+    """Return the history of one ticket.
 
     Raises:
         ConfigError: The journal does not know it.

@@ -33,7 +33,7 @@ class VersionRun(NamedTuple):
 class VersionBook:
     """Version numbers, and where each lineage left the one before.
 
-    A run that publishes after every step takes one `VersionRun` for each of its lives, however long.
+    A run that publishes after every step takes one `VersionRun` for each of its starts, however long.
 
     Attributes:
         runs: In the order of their numbers.

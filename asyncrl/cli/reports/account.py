@@ -51,7 +51,7 @@ def _lines(values: Mapping[str, object], indent: str = "") -> list[str]:
 
 
 def print_ticket(run: Path, number: int, as_json: bool) -> None:
-    """Print the life of one ticket."""
+    """Print the history of one ticket."""
     moments = report.inspect_ticket(str(run), "", number)
     if as_json:
         print(json.dumps([asdict(moment) for moment in moments], indent=2))

@@ -57,7 +57,7 @@ def paragraph(folder: RunDir, outcome: Outcome | None = None, num_lines: int = S
 
 
 def end_of(folder: RunDir) -> str:
-    """Return how the run in `folder`, which lives no more, ended, and how to go on; empty if unknown."""
+    """Return how the run in `folder`, which is over, ended, and how to go on; empty if unknown."""
     name = f"run '{folder.path.name}'"
     if (outcome := read_outcome(folder)) is not None:
         if outcome.state == RunState.FAILED:
@@ -141,7 +141,7 @@ def _saved(folder: RunDir, is_forgetful: bool) -> str:
 
 
 def _account(folder: RunDir) -> str:
-    """The summary tells of this life only if it was written in it: who died at once wrote none."""
+    """The summary tells of this start only if it was written in it: who died at once wrote none."""
     ledger = (read_json(folder.summary) or {}).get("ledger") or {}
     live = read_live(folder.live)
     began = (live.began if live is not None else None) or 0.0

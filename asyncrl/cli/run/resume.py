@@ -1,6 +1,6 @@
-"""Going on with an earlier life of a run: what may not change, what is kept, and where it goes on from.
+"""Going on with an earlier start of a run: what may not change, what is kept, and where it goes on from.
 
-Reads and rearranges a run's folder while nothing of the run lives. It never loses a checkpoint: those
+Reads and rearranges a run's folder while nothing of the run runs. It never loses a checkpoint: those
 of an abandoned branch are put aside.
 """
 
@@ -129,7 +129,7 @@ def relocate(before: Config, runs_dir: Path) -> Config:
 
 
 def keep_revisions(config: Config) -> Config:
-    """Return `config` with the revisions that an earlier life of the run fetched, where it names none.
+    """Return `config` with the revisions that an earlier start of the run fetched, where it names none.
 
     The hub may have moved on since; a run goes on from the models that it began with.
     """

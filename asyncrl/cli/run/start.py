@@ -22,7 +22,7 @@ from asyncrl.cli.run.resume import keep_revisions, refuse_lost_past, refuse_othe
 from asyncrl.control.machine.processes import end_leftovers, remove_leftovers
 from asyncrl.control.ray import bootstrap
 from asyncrl.control.ray.launcher import base_folder
-from asyncrl.control.record.live import Life, LiveRun, read_live, write_live
+from asyncrl.control.record.live import LiveRun, Start, read_live, write_live
 from asyncrl.control.record.outcome import read_outcome
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.roster import RUN_VARIABLE
@@ -42,8 +42,8 @@ from asyncrl.planner.plan.footprint import shared_memory
 LOCK = ".lock"
 HEAD, SUPERVISOR = "asyncrl.control.ray.head", "asyncrl.cli.composition:build"
 """The module of the head process, and the composition root of the supervisor that it keeps."""
-MAX_EARLIER_LIVES = 8
-"""That a new life knows of: nodes that were away when one of them ended may still hold something of it."""
+MAX_EARLIER_STARTS = 8
+"""That a new start knows of: nodes that were away when one of them ended may still hold something of it."""
 
 
 def folder_of(config: Config) -> RunDir:
@@ -69,7 +69,7 @@ def start(
         config: As loaded; paths may still be relative or built-in.
         say: Told, in a sentence, about work that takes time.
         command: What starts the run once more, to be told after a failure.
-        before: Called when all is checked and nothing of the run lives, right before it is started.
+        before: Called when all is checked and nothing of the run runs, right before it is started.
 
     Raises:
         ConfigError: Something that it names is missing or does not fit; nothing was started.
@@ -117,7 +117,7 @@ class AlreadyStarted(ConfigError):
 
 
 def refuse_second_start(folder: RunDir) -> None:
-    """Raise AlreadyStarted if the run in `folder` lives."""
+    """Raise AlreadyStarted if the run in `folder` is running."""
     handle = attach(folder)
     if handle is not None:
         raise AlreadyStarted(
@@ -144,7 +144,7 @@ def _refuse_life_elsewhere(folder: RunDir, config: Config) -> None:
     if live is None or not config.launcher.is_cluster or folder.outcome.exists():
         return
     if live.node != platform.node():
-        bootstrap.refuse_living(config, _earlier_lives(folder))
+        bootstrap.refuse_running(config, _earlier_starts(folder))
 
 
 def _end_earlier_life(folder: RunDir, say: Callable[[str], None]) -> None:
@@ -161,18 +161,18 @@ def _end_earlier_life(folder: RunDir, say: Callable[[str], None]) -> None:
         )
 
 
-def _earlier_lives(folder: RunDir) -> tuple[Life, ...]:
-    """Return the marks of the run's lives before this one, the newest last, for the nodes of a cluster."""
+def _earlier_starts(folder: RunDir) -> tuple[Start, ...]:
+    """Return the marks of the run's starts before this one, the newest last, for the nodes of a cluster."""
     live = read_live(folder.live)
     if live is None:
         return ()
-    return (*live.earlier, live.life)[-MAX_EARLIER_LIVES:]
+    return (*live.earlier, live.start)[-MAX_EARLIER_STARTS:]
 
 
 def _write_down(folder: RunDir, config: Config, asked: Config) -> None:
     folder.outcome.unlink(missing_ok=True)
     folder.phase.unlink(missing_ok=True)
-    folder.promise.unlink(missing_ok=True)
+    folder.pending_checkpoint.unlink(missing_ok=True)
     if not journal_facts(config.buffer.journal).keeps_past:  # nothing to go on from: a new history
         remove_rows(folder.metrics)
         folder.remove_learner_rows()
@@ -190,7 +190,7 @@ def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
         began=time.time(),
         node=platform.node(),
         command=command,
-        earlier=_earlier_lives(folder),
+        earlier=_earlier_starts(folder),
         log_sizes=folder.log_sizes(),
     )
     write_live(folder.live, live)

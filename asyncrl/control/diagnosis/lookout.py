@@ -109,7 +109,7 @@ def why_unsaved(status: ServiceStatus, deadline_s: float) -> str | None:
 
 
 class Notices:
-    """Makes an event of each notice, once in a life of the run, also where the supervisor is replaced."""
+    """Makes an event of each notice, once in a start of the run, also where the supervisor is replaced."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events

@@ -57,7 +57,7 @@ from asyncrl.control.fleet.units import (
 
 MAX_STEP_S = 10.0
 MAX_ALIKE = 3
-"""Failures of the learner with one error and no step further: its next life would take the same batch."""
+"""Failures of the learner with one error and no step further: the next would take the same batch."""
 NEVER_WORKED = "; it did so before, and it has never worked"
 MAX_SPENT = 2
 """Times in a row that the restarts of every replica are spent, without work in between: the run ends."""
@@ -375,7 +375,7 @@ class FleetMachine:
         limit_s = halted_s if member.is_halted else self.rules.long_silence_s
         may_judge = member.came_up or member.is_halted
         if may_judge and self.lived - member.heard_at > limit_s:
-            return f"gave no sign of life for {limit_s:g} s", Cause.DEATH
+            return f"sent no heartbeat for {limit_s:g} s", Cause.DEATH
         limit_s = self.rules.start_deadline_s
         if member.state in STARTING_STATES and self.lived - member.since > limit_s:
             return f"was still {member.state} after {limit_s:g} s", Cause.ERROR

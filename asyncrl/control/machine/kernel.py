@@ -27,7 +27,7 @@ class Kernel(Protocol):
         """Return the services of which a process is stopped, with SIGSTOP or by a debugger."""
 
     def end_service(self, run_id: str, name: str, others: Collection[int]) -> list[int]:
-        """Kill what is left of a service, and of `others`; return who lives all the same."""
+        """Kill what is left of a service, and of `others`; return those that are still alive."""
 
     def remove_segments(self, run_id: str, name: str) -> None:
         """Remove the shared memory that a service was killed with."""

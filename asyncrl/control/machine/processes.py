@@ -53,7 +53,7 @@ def end_service(
     """Kill what is left of a service, and those of `others` that no other service of the run has started.
 
     Returns:
-        Who lives all the same.
+        Those that are still alive.
     """
     end = time.monotonic() + deadline_s
     while True:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+"""A folder for each GPU that the driver has given to this machine or container."""
 
 
 def count_cpus(config: Config, replicas: int) -> float:
@@ -21,9 +25,17 @@ def count_gpus_wanted(config: Config, replicas: int) -> int:
 
 
 def count_gpus() -> int:
-    """Return the NVIDIA GPUs of this machine."""
-    folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
+    """Return the NVIDIA GPUs that processes started from here may use.
+
+    As Ray does: CUDA_VISIBLE_DEVICES, up to the first name that is no GPU, can only lower the number.
+    """
+    num_there = len(list(DRIVER_GPUS.iterdir())) if DRIVER_GPUS.is_dir() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return num_there
+    names = [name.strip() for name in visible.split(",")]
+    usable = itertools.takewhile(lambda name: name.startswith(("GPU-", "MIG-")) or name.isdecimal(), names)
+    return min(num_there, len(list(usable)))
 
 
 def check_resources(config: Config, replicas: int) -> Iterator[str]:

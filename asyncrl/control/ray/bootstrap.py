@@ -20,7 +20,7 @@ from asyncrl.control.ray import membership
 from asyncrl.control.ray.cluster_launcher import ClusterLauncher
 from asyncrl.control.ray.launcher import Launcher, RayLauncher, shut_down
 from asyncrl.control.ray.placement import Placement
-from asyncrl.control.record.live import Life
+from asyncrl.control.record.live import Start
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 
@@ -55,21 +55,21 @@ def needs_of(config: Config) -> dict[str, tuple[float, float]]:
     }
 
 
-def refuse_living(config: Config, lives: Sequence[Life]) -> None:
-    """Join the cluster, ask its nodes for the heads of some lives of the run, and leave it.
+def refuse_running(config: Config, starts: Sequence[Start]) -> None:
+    """Join the cluster, ask its nodes for the heads of some starts of the run, and leave it.
 
     Raises:
-        ConfigError: There is no such cluster, or one of the heads lives on a node.
+        ConfigError: There is no such cluster, or one of the heads runs on a node.
     """
     membership.join(config.launcher.ray, namespace_of(config))
     try:
-        membership.refuse_living(lives)
+        membership.refuse_running(starts)
     finally:
         shut_down()
 
 
-def enter(config: Config, earlier: Sequence[Life], tell: Callable[[str], None]) -> Config:
-    """Join the cluster, end what earlier lives of the run left there, and check its nodes.
+def enter(config: Config, earlier: Sequence[Start], tell: Callable[[str], None]) -> Config:
+    """Join the cluster, end what earlier starts of the run left there, and check its nodes.
 
     Args:
         earlier: Lives of which a node may still hold something: their head was killed, or the node was away.
@@ -79,12 +79,12 @@ def enter(config: Config, earlier: Sequence[Life], tell: Callable[[str], None]) 
         `config` with this node's address as `launcher.host` where it names none.
 
     Raises:
-        ConfigError: There is no such cluster, an earlier life lives on one of its nodes, or a node lacks
+        ConfigError: There is no such cluster, an earlier start runs on one of its nodes, or a node lacks
             something; nothing was started or ended.
     """
     membership.join(config.launcher.ray, namespace_of(config))
     try:
-        membership.refuse_living(earlier)
+        membership.refuse_running(earlier)
     except ConfigError:
         shut_down()  # a head that leaves the cluster clears the namespace, which is also that run's
         raise
@@ -106,7 +106,7 @@ def watching_cluster(config: Config, on_death: Callable[[str], None]) -> Abstrac
 
 def leave(config: Config, run_id: str, sockets: Path) -> None:
     """End what is left of the run on every node."""
-    membership.sweep(namespace_of(config), [Life(run_id, str(sockets))])
+    membership.sweep(namespace_of(config), [Start(run_id, str(sockets))])
 
 
 PULSE_S = 1.0

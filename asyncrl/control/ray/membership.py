@@ -22,7 +22,7 @@ from asyncrl.control.machine.processes import (
 from asyncrl.control.ray.inventory import Inventory, find_differences, needed_paths, take_inventory
 from asyncrl.control.ray.launcher import set_up_ray
 from asyncrl.control.ray.placement import Node
-from asyncrl.control.record.live import Life
+from asyncrl.control.record.live import Start
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 
@@ -142,7 +142,7 @@ def ask_nodes(
 
 
 def clear(namespace: str) -> list[str]:
-    """End the services that an earlier life of the run left in the cluster; return their names."""
+    """End the services that an earlier start of the run left in the cluster; return their names."""
     import ray
     import ray.util
 
@@ -153,18 +153,18 @@ def clear(namespace: str) -> list[str]:
     return left
 
 
-def refuse_living(lives: Sequence[Life]) -> None:
-    """Check that no node has the head of one of a run's earlier lives.
+def refuse_running(starts: Sequence[Start]) -> None:
+    """Check that no node has the head of one of a run's earlier starts.
 
-    Only its own machine sees that it lives, and a folder that nodes share may not lock.
+    Only its own machine sees that it runs, and a folder that nodes share may not lock.
 
     Raises:
         ConfigError: One has; a sweep would end that run.
     """
-    if not any(life.pid for life in lives):
+    if not any(start.pid for start in starts):
         return
     names = {node.id: node.address for node in living_nodes()}
-    answers = ask_nodes(names, living_heads, tuple(lives), deadline_s=SWEEP_DEADLINE_S)
+    answers = ask_nodes(names, running_heads, tuple(starts), deadline_s=SWEEP_DEADLINE_S)
     for node, found in answers.items():
         if isinstance(found, list) and found:
             raise ConfigError(
@@ -173,13 +173,13 @@ def refuse_living(lives: Sequence[Life]) -> None:
             )
 
 
-def living_heads(lives: Sequence[Life]) -> list[int]:
-    """Return the pids of those heads of a run's lives that live on this node."""
-    return [life.pid for life in lives if life.pid and is_alive(life.pid, life.run_id)]
+def running_heads(starts: Sequence[Start]) -> list[int]:
+    """Return the pids of those heads of a run's starts that run on this node."""
+    return [start.pid for start in starts if start.pid and is_alive(start.pid, start.run_id)]
 
 
-def sweep(namespace: str, lives: Sequence[Life]) -> list[str]:
-    """End what is left of a run's lives on every node.
+def sweep(namespace: str, starts: Sequence[Start]) -> list[str]:
+    """End what is left of a run's starts on every node.
 
     Returns:
         A sentence for each node that something was left on, and for each that did not answer.
@@ -189,10 +189,10 @@ def sweep(namespace: str, lives: Sequence[Life]) -> list[str]:
     if not ray.is_initialized():  # it was never joined, and asking would start a Ray here
         return []
     clear(namespace)
-    if not lives:
+    if not starts:
         return []
     names = {node.id: node.address for node in living_nodes()}
-    answers = ask_nodes(names, sweep_node, tuple(lives), deadline_s=SWEEP_DEADLINE_S)
+    answers = ask_nodes(names, sweep_node, tuple(starts), deadline_s=SWEEP_DEADLINE_S)
     told = [_describe_sweep(names[node], answer) for node, answer in answers.items()]
     for sentence in filter(None, told):
         log.warning("%s", sentence)
@@ -222,24 +222,24 @@ def clean_service(run_id: str, node: str, name: str) -> None:
 
 
 def clean_node(run_id: str, name: str) -> list[int]:
-    """End a service's processes on this node and remove its shared memory; return who lives all the same."""
+    """End a service's processes on this node and remove its shared memory; return who is still alive."""
     living = end_service(run_id, name)
     remove_segments(run_id, name)
     return living
 
 
-def sweep_node(lives: Sequence[Life]) -> tuple[int, int]:
-    """End the processes of a run's lives on this node, and remove their sockets and shared memory.
+def sweep_node(starts: Sequence[Start]) -> tuple[int, int]:
+    """End the processes of a run's starts on this node, and remove their sockets and shared memory.
 
-    Nothing else is touched: each process carries the id of its life, and so does each name.
+    Nothing else is touched: each process carries the id of its start, and so does each name.
 
     Returns:
         How many processes were ended, and how many segments removed.
     """
     ended = segments = 0
-    for life in lives:
-        ended += end_leftovers(life.run_id)
-        segments += len(remove_leftovers(life.run_id, Path(life.sockets)))
+    for start in starts:
+        ended += end_leftovers(start.run_id)
+        segments += len(remove_leftovers(start.run_id, Path(start.sockets)))
     return ended, segments
 
 

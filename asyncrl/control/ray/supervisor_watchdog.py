@@ -69,7 +69,7 @@ def _death(status: ServiceStatus, silent_s: float) -> str | None:
     """Return how the service died, None while it has not."""
     if status.state == ServiceState.DEAD:
         return f"its process died ({status.error or 'without a message'})"
-    return f"it gave no sign of life for {silent_s:.0f} s" if silent_s > SILENCE_LIMIT_S else None
+    return f"it sent no heartbeat for {silent_s:.0f} s" if silent_s > SILENCE_LIMIT_S else None
 
 
 def _start_again(launcher: Launcher, spec: ServiceSpec, budget: Budget, clock: Clock, why: str) -> None:

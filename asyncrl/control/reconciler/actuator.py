@@ -1,7 +1,8 @@
 """Carries out, one by one, what the fleet machine decides about services.
 
 Owns how a service is started and cleared away; decides nothing. Invariant: when `kill` returns, all that the
-service's life left is dead and cleared away: its process, those that it had started, and its shared memory.
+incarnation of a service left is dead and cleared away: its process, those that it had started, and its shared
+memory.
 """
 
 from __future__ import annotations

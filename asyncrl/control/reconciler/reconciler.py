@@ -56,9 +56,9 @@ LAST_STATUS_DEADLINE_S = 10.0
 SAVED_EVERY_S = 10.0
 """While a unit waits for its start."""
 DEAD, RETIRED = ServiceState.DEAD, ServiceState.RETIRED
-"""The states that a service is shown in between two lives; the second for minutes."""
+"""The states that a service is shown in between two incarnations; the second for minutes."""
 ENDED_AT_ONCE = ("rollout", "receiver", "learner", "publisher", "weight_sync")
-"""Services that have nothing to hand over before the first step of this life of the run."""
+"""Services that have nothing to hand over before the first step of this start of the run."""
 UNKNOWN = ServiceFacts()
 """Of a service that no pulse has found yet."""
 
@@ -333,7 +333,7 @@ class FleetReconciler:
     def _apply_batch(self, events: Iterable[Event]) -> set[str]:
         """Apply events that were all seen before the first of them is dealt with; return who was renewed.
 
-        What a service reported that has been ended since was its last life's, and says nothing of the next.
+        The report of a service that has been ended since was of its last incarnation, not of the next.
         """
         renewed: set[str] = set()
         for event in events:
@@ -433,7 +433,7 @@ class FleetReconciler:
         )
 
     def _told(self, found: Mapping[str, ServiceStatus]) -> Statuses:
-        """Return the statuses with those that are between two lives, without those that have left."""
+        """Return the statuses with those that are between two incarnations, without those that have left."""
         units = self._machine.units.values()
         dead = {
             member.name: self._describe_down(unit)

@@ -13,7 +13,7 @@ from asyncrl.core.files.durable import replace_text
 MODE = 0o600
 
 
-class Life(msgspec.Struct, frozen=True):
+class Start(msgspec.Struct, frozen=True):
     """One start of a run: its id, the folder that its sockets were in, and the pid of its head if known."""
 
     run_id: str
@@ -42,13 +42,13 @@ class LiveRun(msgspec.Struct, frozen=True, kw_only=True):
     began: float | None = None
     node: str = ""
     command: str = ""
-    earlier: tuple[Life, ...] = ()
+    earlier: tuple[Start, ...] = ()
     log_sizes: Mapping[str, int] = {}
 
     @property
-    def life(self) -> Life:
+    def start(self) -> Start:
         """What a later start keeps of this one."""
-        return Life(self.run_id, self.sockets, self.pid)
+        return Start(self.run_id, self.sockets, self.pid)
 
 
 def read_live(path: Path) -> LiveRun | None:

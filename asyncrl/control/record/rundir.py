@@ -2,7 +2,7 @@
 
 runs/<name>/: asked.yaml, resolved.yaml, run.json, keys.json and service_keys.json (of the live run),
 phase.json, metrics.jsonl, learner_rows.jsonl (until the end), events.jsonl, fleet.json,
-promised_checkpoint.json (until it is there), weight_sync.jsonl, outcome.json, outcome.reserve, summary.json,
+pending_checkpoint.json (until it is there), weight_sync.jsonl, outcome.json, outcome.reserve, summary.json,
 curves.png, tensorboard/, logs/, journal/, checkpoints/, weights/ (Hugging Face).
 """
 
@@ -106,9 +106,9 @@ class RunDir:
         return self.path / "fleet.json"
 
     @property
-    def promise(self) -> Path:
+    def pending_checkpoint(self) -> Path:
         """A checkpoint that was asked for, until the journal knows it: see `asyncrl.control.operations`."""
-        return self.path / "promised_checkpoint.json"
+        return self.path / "pending_checkpoint.json"
 
     @property
     def summary(self) -> Path:

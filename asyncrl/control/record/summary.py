@@ -49,9 +49,9 @@ def summarise(
 ) -> dict[str, object]:
     """Return the figures of a run; None where it gives none.
 
-    `began` is the wall-clock time of this life's `up`. `first_step_s` runs from there, once everything is
-    prepared, to the record of this life's first step (at most a pulse late); `train_s`, the learner's rate
-    and the shares cover the other steps, without the first of each life; `rollout_tokens_per_s` covers all
+    `began` is the wall-clock time of this start's `up`. `first_step_s` runs from there, once everything is
+    prepared, to the record of this start's first step (at most a pulse late); `train_s`, the learner's rate
+    and the shares cover the other steps, without the first of each start; `rollout_tokens_per_s` covers all
     time from the first token on.
     """
     buffer = statuses.buffer

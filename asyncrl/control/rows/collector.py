@@ -40,7 +40,7 @@ class RowCollector:
         self._run_dir, self._recorder, self._runtime = run_dir, recorder, runtime
         self._fetcher = RowFetcher(launcher, runtime)
         self._meter = metering.Meter()
-        self._life = self._num_rows = 0
+        self._incarnation = self._num_rows = 0
         self._must_skip = False  # rows that are on record; until it is known which, none is recorded
         evaluations = load_rows(run_dir.metrics, is_evaluation)
         self._seen_evaluations = metering.evaluation_ids(evaluations)
@@ -52,14 +52,14 @@ class RowCollector:
         """Why the last row is not on the disk yet, empty if it is."""
         return self._recorder.write_error
 
-    def begin(self, life: int, *, is_taken_over: bool) -> None:
+    def begin(self, incarnation: int, *, is_taken_over: bool) -> None:
         """Take down what an earlier supervisor left.
 
         Args:
-            life: Of the learner.
+            incarnation: Of the learner.
             is_taken_over: The learner lives on from that supervisor, which has recorded some of its rows.
         """
-        self._life = life
+        self._incarnation = incarnation
         self._recover()
         self._must_skip = is_taken_over
 
@@ -71,26 +71,26 @@ class RowCollector:
         """Write the rows that the disk did not take before."""
         self._recorder.write_rest()
 
-    def collect(self, statuses: Statuses, life: int) -> list[Row]:
+    def collect(self, statuses: Statuses, incarnation: int) -> list[Row]:
         """Take down the learner's rows since the last time, and return them.
 
         Args:
-            life: Of the learner.
+            incarnation: Of the learner.
         """
         if statuses.learner is None:
             return []
-        if life != self._life:
-            self._life, self._num_rows = life, 0
+        if incarnation != self._incarnation:
+            self._incarnation, self._num_rows = incarnation, 0
             self._must_skip = self._recover()
         if self._must_skip:
             self._skip_known()
         if self._must_skip:
             return []
-        handed = self._fetcher.fetch(life, self._num_rows, ROWS_WAIT_S)
+        handed = self._fetcher.fetch(incarnation, self._num_rows, ROWS_WAIT_S)
         if handed is None or not handed.rows:
             return []
         rows = handed.rows
-        is_first = handed.first == 0  # its time holds the start of this life, not a step's work
+        is_first = handed.first == 0  # its time holds the start of this incarnation, not a step's work
         self._num_rows = handed.first + len(rows)
         rates = self._meter.update(self._runtime.now(), statuses)
         recorded = []
@@ -132,7 +132,7 @@ class RowCollector:
 
     def _skip_known(self) -> None:
         """Go on after the living learner's last row on record, once it says which rows it has."""
-        handed = self._fetcher.fetch(self._life, 0, ROWS_WAIT_S)
+        handed = self._fetcher.fetch(self._incarnation, 0, ROWS_WAIT_S)
         if handed is None:
             return
         self._must_skip = False

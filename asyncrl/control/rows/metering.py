@@ -73,7 +73,7 @@ class Meter:
         }
 
     def _take(self, name: str, status: ReplicaStatus) -> None:
-        """Keep a replica's newest counts; those of a life that has ended stay in the sums."""
+        """Keep a replica's newest counts; those of an incarnation that has ended stay in the sums."""
         before = self._last.get(name)
         if before is not None and _wall_s(status) < _wall_s(before):
             for key, total in rollout_totals([before]).items():
@@ -205,7 +205,7 @@ def accuracy(row: Mapping[str, float]) -> float | None:
 
 LEAST_STEPS = 100
 MIN_STEPS, MAX_STEPS = 3, 2000
-"""Steps from which on there is an estimate, and that are remembered; the first of a life is no pace."""
+"""Steps from which on there is an estimate, and that are remembered; that of an incarnation is no pace."""
 
 
 class Pace:
@@ -235,7 +235,7 @@ class Pace:
 
     def time_left_s(self, steps: int) -> float | None:
         """Return the seconds until `steps` steps are done, None while too little is known."""
-        timed = list(self._steps)[1:]  # the first entry is where this life began
+        timed = list(self._steps)[1:]  # the first entry is where this incarnation began
         if len(timed) <= MIN_STEPS:
             return None
         newest = timed[-max(LEAST_STEPS, len(timed) // 2) :]

@@ -94,7 +94,7 @@ class _Collector:
         yield self._family("asyncrl_run_state", "1 for the state of the run", [_Sample({"state": state}, 1)])
         is_well = health_answer(snapshot)[0] == OK
         yield self._single("asyncrl_run_healthy", "1 unless the run is degraded or has failed", is_well)
-        resumed = "The step that this life of the run went on from (unit: steps)"
+        resumed = "The step that this start of the run went on from (unit: steps)"
         accuracy = "Share of held-out prompts answered right, newest evaluation (unit: share)"
         for name, value, about in (
             ("step", snapshot.step, "Learner steps done (unit: steps)"),
@@ -117,7 +117,7 @@ class _Collector:
         restarts = {name: service.restarts for name, service in services.items()}
         values: tuple[tuple[str, Mapping[str, float | None], str], ...] = (
             ("version", versions, "Policy version that the service holds"),
-            ("heartbeat_age_s", ages_s, "Since its last sign of life (unit: s)"),
+            ("heartbeat_age_s", ages_s, "Since its last heartbeat (unit: s)"),
             ("restarts_total", restarts, "Times that it was started again (unit: count)"),
         )
         for name, told, about in values:

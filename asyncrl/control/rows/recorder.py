@@ -87,7 +87,7 @@ def lost_rows(recorded: Iterable[Row], kept: Sequence[Row]) -> list[Row]:
     """Return those rows of the learner's own log that the record lacks, the last of each step, in order.
 
     A row is known by its step and time together; which of two is newer, their order says: a clock may be set
-    back between two lives of the learner.
+    back between two incarnations of the learner.
     """
     known = {_key(row) for row in recorded if not is_evaluation(row)}
     last = {row["training/global_step"]: row for row in kept}

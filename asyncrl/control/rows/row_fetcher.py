@@ -27,7 +27,7 @@ ANSWER_DEADLINE_S = 60.0
 class _Question:
     """Question to one incarnation of the learner, and its answer."""
 
-    life: int
+    incarnation: int
     after: int
     is_over: Event
     answer: Rows | None = None
@@ -41,18 +41,18 @@ class RowFetcher:
         self._runtime = runtime
         self._open: _Question | None = None
 
-    def fetch(self, life: int, after: int, wait_s: float) -> Rows | None:
+    def fetch(self, incarnation: int, after: int, wait_s: float) -> Rows | None:
         """Return the rows from index `after` on, None while the learner has not answered.
 
         The learner forgets the rows before `after`: they were taken.
 
         Args:
-            life: Of the learner; what an earlier one was asked is forgotten.
+            incarnation: Of the learner; what an earlier one was asked is forgotten.
             wait_s: For the answer, this time.
         """
         question = self._open
-        if question is None or (question.life, question.after) != (life, after):
-            question = self._open = self._begin(_Question(life, after, self._runtime.event()))
+        if question is None or (question.incarnation, question.after) != (incarnation, after):
+            question = self._open = self._begin(_Question(incarnation, after, self._runtime.event()))
         if not question.is_over.wait(wait_s):
             return None
         self._open = None

@@ -1,8 +1,9 @@
 """The learner's own log of its metric rows: in memory until they are handed over, the newest also on disk.
 
-Rank 0 adds each row before its step is booked. The supervisor asks for rows by their index in the life of the
-learner; to ask for those from an index on is to have taken the ones before it. From the files the supervisor
-takes the rows that it was not handed: it was away, or the learner died. Owns the files' place and form.
+Rank 0 adds each row before its step is booked. The supervisor asks for rows by their index in the learner's
+incarnation; to ask for those from an index on is to have taken the ones before it. From the files the
+supervisor takes the rows that it was not handed: it was away, or the learner died. Owns the files' place
+and form.
 
 Invariants: a step that a checkpoint holds has its row here, or in the run's record. Memory holds the rows
 that were not taken; the disk at most two files of `ROTATE_BYTES`, and beyond these rows that were not taken.
@@ -30,14 +31,14 @@ log = logging.getLogger(__name__)
 
 
 class HandedRows(NamedTuple):
-    """Rows that were not taken yet; `first` is the index of the first of them in the learner's life."""
+    """Rows that were not taken yet, from index `first` of the learner's incarnation on."""
 
     first: int
     rows: list[Row]
 
 
 class RowLog:
-    """Takes the rows of one life. Rows are added by one thread and handed over by another.
+    """Takes the rows of one incarnation. Rows are added by one thread and handed over by another.
 
     Example:
         rows = RowLog(run_dir); rows.add(row)
@@ -51,7 +52,7 @@ class RowLog:
         self._lock = threading.Lock()
         self._untaken: deque[Row] = deque()
         self._num_taken = self._num_rows = 0
-        self._end_of_older = 1  # once a row of this life was taken, those of the lives before it were too
+        self._end_of_older = 1  # with a row of this incarnation, those of the ones before it were taken too
 
     def add(self, row: Mapping[str, float]) -> None:
         """Keep one row, and write it in one write: a process that dies has written it or has not."""

@@ -133,7 +133,7 @@ def check_parallelism(architecture: Architecture, parallelism: Parallelism) -> N
 
 
 def make_transformer_config(
-    architecture: Architecture, parallelism: Parallelism, dtype: torch.dtype
+    architecture: Architecture, parallelism: Parallelism, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     """Return Megatron's configuration of the model."""
     return TransformerConfig(
@@ -156,12 +156,12 @@ def make_transformer_config(
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         perform_initialization=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=device.type == "cpu",
         use_te_activation_func=True,  # a module of the layer specification: `SwiGLU`
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=not torch.cuda.is_available(),  # on GPUs it needs Apex
+        gradient_accumulation_fusion=device.type == "cpu",  # on GPUs it needs Apex
         apply_rope_fusion=False,
         tensor_model_parallel_size=parallelism.tp,
         sequence_parallel=parallelism.sequence_parallel,

@@ -258,7 +258,7 @@ def test_a_file_that_died_with_the_machine_is_as_if_it_was_never_written(tmp_pat
     folder = RunDir(tmp_path / "again")
     folder.path.mkdir()
     folder.live.write_text(text)
-    assert attach(folder) is None and run._earlier_lives(folder) == ()
+    assert attach(folder) is None and run._earlier_starts(folder) == ()
     with pytest.raises(NotRunning):
         find_live_folder(str(tmp_path), None)
 
@@ -279,7 +279,7 @@ def test_nothing_of_how_the_last_life_ended_or_what_it_owed_is_left_to_the_next(
 ) -> None:
     folder, config = RunDir(tmp_path / "again"), Config(**values)
     folder.path.mkdir()
-    for path in (folder.outcome, folder.phase, folder.promise):
+    for path in (folder.outcome, folder.phase, folder.pending_checkpoint):
         path.write_text("{}")
     run._write_down(folder, config, config)
     assert sorted(os.listdir(folder.path)) == ["asked.yaml", "resolved.yaml"]

@@ -95,7 +95,7 @@ def test_a_supervisor_that_is_silent_for_a_minute_is_killed_and_started_again(tm
     launcher = ScriptedLauncher("running", *["SILENT"] * 320, "ENDED")
     _, told, clock = run(tmp_path, launcher)
     assert launcher.done == ["start", "kill", "start"]
-    assert "no sign of life" in told[0] and clock.now() > SILENCE_LIMIT_S
+    assert "no heartbeat" in told[0] and clock.now() > SILENCE_LIMIT_S
 
 
 def test_the_process_of_a_supervisor_that_was_stopped_is_ended_before_there_is_another(

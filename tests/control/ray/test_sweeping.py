@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.run.start import MAX_EARLIER_LIVES, _earlier_lives
+from asyncrl.cli.run.start import MAX_EARLIER_STARTS, _earlier_starts
 from asyncrl.control.machine.processes import pids_of_run
 from asyncrl.control.ray import membership
-from asyncrl.control.ray.membership import living_heads, sweep_node
-from asyncrl.control.record.live import Life, LiveRun, write_live
+from asyncrl.control.ray.membership import running_heads, sweep_node
+from asyncrl.control.record.live import LiveRun, Start, write_live
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.roster import RUN_VARIABLE
 
@@ -50,34 +50,34 @@ def test_a_node_is_swept_of_every_earlier_life_of_the_run_and_of_nothing_else(tm
         leftovers_of(OLDER, tmp_path) as older,
         leftovers_of(OTHER, tmp_path) as other,
     ):
-        lives = [Life(run_id, str(tmp_path / f"asyncrl-{run_id}")) for run_id in (OLDER, OLD)]
-        assert sweep_node(lives) == (2, 2)
+        starts = [Start(run_id, str(tmp_path / f"asyncrl-{run_id}")) for run_id in (OLDER, OLD)]
+        assert sweep_node(starts) == (2, 2)
         for process, segment, sockets in (old, older):
             assert process.wait(60.0) != 0 and not segment.exists() and not sockets.exists()
         process, segment, sockets = other
         assert process.poll() is None and segment.exists() and (sockets / "receiver.0").exists()
-        assert sweep_node(lives) == (0, 0)
+        assert sweep_node(starts) == (0, 0)
 
 
 def test_a_life_knows_those_before_it_also_when_the_last_one_swept_nothing(tmp_path: Path) -> None:
     folder = RunDir(tmp_path)
-    known = _earlier_lives(folder)
+    known = _earlier_starts(folder)
     assert known == ()
-    for number in range(MAX_EARLIER_LIVES + 2):
-        life = Life(f"r{number}", f"/tmp/asyncrl-r{number}", number)
-        live = LiveRun(run_id=life.run_id, sockets=life.sockets, pid=number, key="secret", earlier=known)
+    for number in range(MAX_EARLIER_STARTS + 2):
+        start = Start(f"r{number}", f"/tmp/asyncrl-r{number}", number)
+        live = LiveRun(run_id=start.run_id, sockets=start.sockets, pid=number, key="secret", earlier=known)
         write_live(folder.live, live)
-        known = _earlier_lives(folder)
-        assert known[-1] == life
-    assert [life.run_id for life in known] == [f"r{n}" for n in range(2, MAX_EARLIER_LIVES + 2)]
-    assert known[-1].pid == MAX_EARLIER_LIVES + 1, "by which a node is asked whether its head lives"
+        known = _earlier_starts(folder)
+        assert known[-1] == start
+    assert [start.run_id for start in known] == [f"r{n}" for n in range(2, MAX_EARLIER_STARTS + 2)]
+    assert known[-1].pid == MAX_EARLIER_STARTS + 1, "by which a node is asked whether its head runs"
 
 
 def test_only_a_head_that_lives_and_is_of_the_run_counts_as_living(tmp_path: Path) -> None:
     with leftovers_of(OLD, tmp_path) as (process, *_):
-        lives = [Life(OLD, "", process.pid), Life(OLDER, "", process.pid), Life(OLD, "", 0)]
-        assert living_heads(lives) == [process.pid]
-    assert living_heads(lives) == []
+        starts = [Start(OLD, "", process.pid), Start(OLDER, "", process.pid), Start(OLD, "", 0)]
+        assert running_heads(starts) == [process.pid]
+    assert running_heads(starts) == []
 
 
 @pytest.mark.parametrize(
@@ -101,26 +101,26 @@ from pathlib import Path
 import ray
 from asyncrl.core.config.tree import Config
 from asyncrl.control.ray import bootstrap
-from asyncrl.control.record.live import Life
+from asyncrl.control.record.live import Start
 from asyncrl.core.errors import ConfigError
-address, folder, *lives = sys.argv[1:]
+address, folder, *starts = sys.argv[1:]
 sections = {"model": {"path": folder}, "data": {"train": folder}, "reward": {"fn": "gsm8k"}}
 config = Config(**sections, run={"name": "swept", "dir": folder}, launcher={"ray": address})
-lives = [Life(name, sockets, int(pid)) for name, sockets, pid in (one.split("=") for one in lives)]
+starts = [Start(name, sockets, int(pid)) for name, sockets, pid in (one.split("=") for one in starts)]
 try:
-    bootstrap.enter(config, lives, lambda told: print("told:", told))
+    bootstrap.enter(config, starts, lambda told: print("told:", told))
 except ConfigError:
     if ray.is_initialized():
-        print("is still in the cluster, and would clear the namespace of the run that lives")
+        print("is still in the cluster, and would clear the namespace of the run that is running")
     raise
 finally:
     bootstrap.leave(config, "refused", Path(folder) / "none")
 """
 
 
-def enter(address: str, folder: Path, life: str) -> subprocess.CompletedProcess[str]:
-    """Enter the cluster and leave it, as a head does, after an earlier life: ID=SOCKETS=PID."""
-    command = [sys.executable, "-c", SWEEP, address, str(folder), life]
+def enter(address: str, folder: Path, start: str) -> subprocess.CompletedProcess[str]:
+    """Enter the cluster and leave it, as a head does, after an earlier start: ID=SOCKETS=PID."""
+    command = [sys.executable, "-c", SWEEP, address, str(folder), start]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
@@ -138,10 +138,10 @@ run.start(config, before=lambda: sys.exit("it would have started"))
 
 
 def start_again(address: str, folder: Path, pid: int) -> subprocess.CompletedProcess[str]:
-    """Start a run of which another machine, of the same cluster, has a head `pid` that lives."""
+    """Start a run of which another machine, of the same cluster, has a head `pid` that runs."""
     run_dir = RunDir(folder / "swept")
     run_dir.path.mkdir()
-    run_dir.phase.write_text("of the run that lives")
+    run_dir.phase.write_text("of the run that is running")
     dead = {"run_id": OLDER, "sockets": str(folder / "none"), "pid": 0, "node": "another machine"}
     write_json(run_dir.live, {**dead, "earlier": [{"run_id": OLD, "sockets": "", "pid": pid}]})
     command = [sys.executable, "-c", START, address, str(folder)]
@@ -167,7 +167,7 @@ def test_the_next_up_sweeps_the_nodes_of_a_cluster_unless_an_earlier_life_lives_
             done = start_again(cluster.address, tmp_path, process.pid)
             assert done.returncode != 0 and f"(pid {process.pid})" in done.stderr
             assert process.poll() is None and segment.exists(), "its run was swept"
-            assert RunDir(tmp_path / "swept").phase.read_text() == "of the run that lives"
+            assert RunDir(tmp_path / "swept").phase.read_text() == "of the run that is running"
 
             done = enter(cluster.address, tmp_path, f"{OLD}={sockets}=0")
             assert done.returncode == 0, done.stderr

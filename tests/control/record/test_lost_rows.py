@@ -26,7 +26,7 @@ STEP = "training/global_step"
 def test_rows_that_a_learner_handed_over_to_nobody_are_taken_from_its_own_log(
     tmp_path: Path, mute: str
 ) -> None:
-    """The first life dies after step 5 with a checkpoint of step 2: steps 1 and 2 are not taken again."""
+    """The first one dies after step 5 with a checkpoint of step 2: steps 1 and 2 are not taken again."""
     (tmp_path / "mute").write_text(mute)
     supervisor, launcher = make_supervised(tmp_path, "MuteLearner")
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
@@ -37,16 +37,16 @@ def test_rows_that_a_learner_handed_over_to_nobody_are_taken_from_its_own_log(
     wait_for(lambda: launcher.started.count("learner.0") == 2)
     wait_for(lambda: STEP in told_by(supervisor)["metrics"])
     if mute == "0":
-        wait_for(lambda: [told_by(supervisor)["metrics"].get(key) for key in (STEP, "life")] == [5, 1])
+        wait_for(lambda: [told_by(supervisor)["metrics"].get(key) for key in (STEP, "incarnation")] == [5, 1])
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         steps = [row["training/global_step"] for row in training_rows(lines)]
-        assert steps[:2] == [1, 2], "they are taken down when the second life is seen, before what it does"
+        assert steps[:2] == [1, 2], "they are taken down when the second one is seen, before what it does"
     (tmp_path / "go-on").touch()
     thread.join(120.0)
     assert not thread.is_alive()
     rows = training_rows(load_rows(tmp_path / "metrics.jsonl"))
     assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [row["life"] for row in rows] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert [row["incarnation"] for row in rows] == [0, 0, 1, 1, 1, 1, 1, 1]
     assert [row[FIRST_OF_LIFE] for row in rows] == [1, 0, 1, 0, 0, 0, 0, 0]
     assert not any(path.exists() for path in RunDir(tmp_path).learner_rows), "all of it is on record"
     assert (read_json(RunDir(tmp_path).summary) or {})["steps"] == 8
@@ -78,7 +78,7 @@ def test_lost_rows_are_found_whatever_the_clock_of_a_life_says() -> None:
 
     first, second = [row(1, 1000.0), row(2, 1001.0), row(3, 1002.0)], [row(2, 400.0), row(3, 401.0)]
     recorded = [*first, {**row(2, 5000.0), "val-core/acc": 1.0}]
-    assert lost_rows(recorded, [*first, *second]) == second, "an hour was set back before the second life"
+    assert lost_rows(recorded, [*first, *second]) == second, "an hour was set back before the second one"
     assert lost_rows([*recorded, *second], [*first, *second]) == []
     assert lost_rows([first[0], *second], [*first, *second]) == [], "steps that were taken again"
     rolled_back = [row(1, 1.0), row(2, 2.0), row(3, 3.0), row(2, 4.0)]

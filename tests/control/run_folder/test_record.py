@@ -71,11 +71,13 @@ def test_the_pass_is_that_of_the_last_prompt_drawn() -> None:
 
 
 def test_the_newest_row_of_a_step_counts_and_a_step_costs_bytes_not_a_dict() -> None:
-    rows = [make_row(step, life=0.0) for step in (1, 2, 3)] + [make_row(step, life=1.0) for step in (2, 3)]
+    rows = [make_row(step, incarnation=0.0) for step in (1, 2, 3)] + [
+        make_row(step, incarnation=1.0) for step in (2, 3)
+    ]
     rows.append({"training/global_step": 3, "val-core/held_out/acc/mean@1": 0.5})
     rows.append({"training/global_step": 2, "val-core/held_out/acc/mean@1": 0.25})
-    found = read_history(rows, ["life", "unknown"])
-    assert found["life"].tolist() == [0.0, 1.0, 1.0] and len(found) == 3
+    found = read_history(rows, ["incarnation", "unknown"])
+    assert found["incarnation"].tolist() == [0.0, 1.0, 1.0] and len(found) == 3
     assert found.last is rows[4] and found.held_out == ((2, 0.25), (3, 0.5))
     assert all(math.isnan(value) for value in found["unknown"])
     rows_of_a_year = (make_row(step) for step in range(10_000))

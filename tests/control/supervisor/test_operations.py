@@ -175,7 +175,9 @@ def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_it_is_there(
     def pulse(step: int, *known: int, state: str = "READY") -> int:
         """Return how often the learner has been asked by the end of a pulse."""
         learner = {"state": state, "step": step}
-        operations.keep_promise(statuses_of({"learner.0": learner, "buffer.0": {"checkpoints": [*known]}}))
+        operations.renew_pending_checkpoint(
+            statuses_of({"learner.0": learner, "buffer.0": {"checkpoints": [*known]}})
+        )
         return fleet.told.count(("learner.0", "checkpoint"))
 
     assert pulse(7) == 0, "nobody has asked for one"
@@ -187,13 +189,13 @@ def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_it_is_there(
     fleet.unreachable = {"learner.0"}
     assert pulse(7, 5) == 1
     fleet.unreachable = set()
-    assert pulse(8, 5) == pulse(8, 5) == 2, "a new life is asked once"
+    assert pulse(8, 5) == pulse(8, 5) == 2, "a new incarnation is asked once"
     operations = operate(make_config(), tmp_path, fleet)  # as after the supervisor's death
     fleet.learner_life = 2
     assert pulse(9, 5) == 3
     fleet.learner_life = 3
     assert pulse(9, 5, 9) == pulse(9, 5, 9) == 3, "it is there"
-    assert list(tmp_path.glob("promised*")) == []
+    assert list(tmp_path.glob("pending_checkpoint*")) == []
 
 
 def test_a_checkpoint_that_an_earlier_start_was_asked_for_is_owed_by_nobody(
@@ -206,73 +208,75 @@ def test_a_checkpoint_that_an_earlier_start_was_asked_for_is_owed_by_nobody(
         fleet,
         fleet.lifecycle,
         operations.events,
-        operations.promise_lock,
+        operations.pending_lock,
     )
-    later.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 9}}))
+    later.renew_pending_checkpoint(statuses_of({"learner.0": {"state": "READY", "step": 9}}))
     assert fleet.told == []
 
 
-def write_promise(folder: Path, step: int, life: int) -> None:
-    write_json(RunDir(folder).promise, {"run_id": RUN_ID, "step": step, "life": life})
+def write_pending(folder: Path, step: int, incarnation: int) -> None:
+    write_json(
+        RunDir(folder).pending_checkpoint, {"run_id": RUN_ID, "step": step, "incarnation": incarnation}
+    )
 
 
-def read_promise(folder: Path) -> tuple[int, int]:
-    found = read_json(RunDir(folder).promise)
+def read_pending(folder: Path) -> tuple[int, int]:
+    found = read_json(RunDir(folder).pending_checkpoint)
     assert found is not None
-    return found["step"], found["life"]
+    return found["step"], found["incarnation"]
 
 
-def test_a_checkpoint_asked_for_of_a_step_that_is_taken_again_does_not_undo_the_promise_of_a_later_one(
+def test_a_checkpoint_asked_for_of_a_step_that_is_taken_again_does_not_undo_the_pending_one_of_a_later_step(
     operations: Operations, fleet: ScriptedFleet, tmp_path: Path
 ) -> None:
-    write_promise(tmp_path, step=9, life=0)
+    write_pending(tmp_path, step=9, incarnation=0)
     fleet.learner_life = 1
     perform(operations, "checkpoint", {})  # of step 7
-    assert read_promise(tmp_path) == (9, 0), "it is asked for when this life is at step 9"
+    assert read_pending(tmp_path) == (9, 0), "it is asked for when this incarnation is at step 9"
 
 
-def test_what_was_promised_while_the_last_one_was_looked_for_is_not_forgotten(
+def test_what_was_asked_for_while_the_last_one_was_looked_for_is_not_forgotten(
     operations: Operations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_promise(tmp_path, step=5, life=0)
-    drop = Operations._drop_promise
+    write_pending(tmp_path, step=5, incarnation=0)
+    drop = Operations._drop_pending
 
     def ask_and_drop(self: Operations, kept: dict[str, Any]) -> None:
         perform(self, "checkpoint", {})  # of step 7, by a thread of the API
         drop(self, kept)
 
-    monkeypatch.setattr(Operations, "_drop_promise", ask_and_drop)
-    operations.keep_promise(statuses_of({"buffer.0": {"checkpoints": [5]}}))
-    assert read_promise(tmp_path) == (7, 0)
+    monkeypatch.setattr(Operations, "_drop_pending", ask_and_drop)
+    operations.renew_pending_checkpoint(statuses_of({"buffer.0": {"checkpoints": [5]}}))
+    assert read_pending(tmp_path) == (7, 0)
 
 
 def test_a_learner_that_is_late_to_answer_is_asked_once_and_one_that_refuses_again(
     operations: Operations, fleet: ScriptedFleet, tmp_path: Path
 ) -> None:
     fleet.failures = [ServiceFailed("starting"), DeadlineExceeded("no answer")]
-    write_promise(tmp_path, step=7, life=0)
+    write_pending(tmp_path, step=7, incarnation=0)
     fleet.learner_life = 1
     for _ in range(4):
-        operations.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 8}}))
-    assert fleet.told == [("learner.0", "checkpoint")] * 2 and read_promise(tmp_path) == (7, 1)
+        operations.renew_pending_checkpoint(statuses_of({"learner.0": {"state": "READY", "step": 8}}))
+    assert fleet.told == [("learner.0", "checkpoint")] * 2 and read_pending(tmp_path) == (7, 1)
 
 
 @pytest.mark.parametrize("form", [{"step": "seven"}, {"step": 7}])
-def test_a_promise_in_another_form_is_none_and_the_next_one_takes_its_place(
+def test_a_pending_checkpoint_in_another_form_is_none_and_the_next_one_takes_its_place(
     operations: Operations, fleet: ScriptedFleet, tmp_path: Path, caplog: pytest.LogCaptureFixture, form: Any
 ) -> None:
-    write_json(RunDir(tmp_path).promise, {"run_id": RUN_ID, **form})
-    operations.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 8}}))
+    write_json(RunDir(tmp_path).pending_checkpoint, {"run_id": RUN_ID, **form})
+    operations.renew_pending_checkpoint(statuses_of({"learner.0": {"state": "READY", "step": 8}}))
     assert "the pending checkpoint request in" in caplog.text and fleet.told == []
     perform(operations, "checkpoint", {})  # of step 7
-    assert read_promise(tmp_path) == (7, 0)
+    assert read_pending(tmp_path) == (7, 0)
 
 
-def test_a_promise_that_the_disk_does_not_take_ends_no_run(
+def test_a_pending_checkpoint_that_the_disk_does_not_take_ends_no_run(
     operations: Operations, fleet: ScriptedFleet, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    RunDir(tmp_path).promise.mkdir()  # cannot be read as a file
-    operations.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 8}}))
+    RunDir(tmp_path).pending_checkpoint.mkdir()  # cannot be read as a file
+    operations.renew_pending_checkpoint(statuses_of({"learner.0": {"state": "READY", "step": 8}}))
     assert "cannot be read or written" in caplog.text and fleet.told == []
 
 

@@ -152,7 +152,7 @@ def test_a_silent_service_is_killed_and_replaced(run: Run) -> None:
         run.pulse(8.0)
     assert run.launcher.killed == ["publisher.0"]
     assert run.launcher.started == ["publisher.0"]
-    assert "gave no sign of life for 60 s" in str(run.events.newest(9))
+    assert "sent no heartbeat for 60 s" in str(run.events.newest(9))
 
 
 def test_an_end_does_not_wait_for_who_is_silent(run: Run) -> None:
@@ -553,7 +553,7 @@ def test_rows_of_steps_that_a_new_learner_takes_again_replace_the_older_ones(tmp
     assert not thread.is_alive()
     rows = training_rows(load_rows(tmp_path / "metrics.jsonl"))
     assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [row["life"] for row in rows] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert [row["incarnation"] for row in rows] == [0, 0, 1, 1, 1, 1, 1, 1]
     assert [row[FIRST_OF_LIFE] for row in rows] == [1, 0, 1, 0, 0, 0, 0, 0]
     outcome = read_json(RunDir(tmp_path).outcome)
     assert outcome is not None and outcome["state"] == "finished"

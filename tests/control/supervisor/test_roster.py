@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.control.ray import head
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.roster import SERVERS, Roster
+from asyncrl.control.roster import FACTORIES, SERVERS, Roster
 from asyncrl.core.config.load import dump_resolved, load_config
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import AsyncrlError, ConfigError
@@ -153,3 +153,31 @@ def test_a_service_may_have_as_many_connections_as_its_machine_allows() -> None:
     )
     soft, hard, largest = map(int, done.stdout.split())
     assert soft == (min(hard, largest) if hard >= 0 else largest)
+
+
+ON_GPUS = {"learner": {"gpus": 1, "cpus": 4.5}, "rollout": {"gpus": 1, "cpus": 2}}
+
+
+@pytest.mark.parametrize("kind", sorted({*FACTORIES} - {"learner", "rollout"}))
+def test_a_service_that_has_no_gpu_in_the_plan_sees_none(kind: str) -> None:
+    """Ray shows an actor that asks for none every GPU of its node."""
+    roster = replace(make_roster(), config=Config(**SECTIONS, **ON_GPUS))
+    assert roster.spec(f"{kind}.0").environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize("section", ["learner", "rollout"])
+def test_a_learner_and_a_replica_see_the_gpus_that_they_ask_for(section: str) -> None:
+    """And compute copies and digests on as many threads as they have cores."""
+    with_gpu = replace(make_roster(), config=Config(**SECTIONS, **ON_GPUS)).spec(f"{section}.0").environment
+    assert "CUDA_VISIBLE_DEVICES" not in with_gpu
+    assert with_gpu["OMP_NUM_THREADS"] == {"learner": "4", "rollout": "2"}[section]
+    without = replace(make_roster(), config=Config(**SECTIONS)).spec(f"{section}.0").environment
+    assert without["CUDA_VISIBLE_DEVICES"] == "" and "OMP_NUM_THREADS" not in without
+
+
+@pytest.mark.parametrize(("backend", "connections"), [("megatron", "1"), ("fsdp2", None)])
+def test_a_learner_on_a_gpu_has_the_environment_of_its_backend(backend: str, connections: str | None) -> None:
+    config = Config(**SECTIONS, learner={"gpus": 1, "backend": backend})
+    environment = replace(make_roster(), config=config).spec("learner.0").environment
+    assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections

@@ -90,8 +90,8 @@ def test_a_new_supervisor_records_nothing_before_the_learner_says_which_rows_it_
         assert may_answer.wait(60.0)
         return command(self, asked)
 
-    def fetch_and_allow(self: RowFetcher, life: int, after: int, wait_s: float) -> Any:
-        found = fetch(self, life, after, 10.0 if may_answer.is_set() else 0.01)
+    def fetch_and_allow(self: RowFetcher, incarnation: int, after: int, wait_s: float) -> Any:
+        found = fetch(self, incarnation, after, 10.0 if may_answer.is_set() else 0.01)
         may_answer.set()  # after the first look
         return found
 

@@ -119,10 +119,10 @@ def test_a_cut_that_does_not_fit_is_refused_by_name(tmp_path, changes, said):
 
 
 def test_interleaved_stages_without_overlapped_sends_are_never_run(tmp_path):
-    groups = join_groups(Placement(), Parallelism(), seed=0)
+    groups = join_groups(Placement(), Parallelism(), gpus=0, seed=0)
     parallelism = Parallelism(pp=2, vpp=2)
     config = make_transformer_config(
-        read_architecture(save_model(tmp_path, num_layers=4)), parallelism, torch.float32
+        read_architecture(save_model(tmp_path, num_layers=4)), parallelism, torch.float32, groups.device
     )
     chunks = [torch.nn.Identity(), torch.nn.Identity()]
     Schedule(chunks, config, groups)

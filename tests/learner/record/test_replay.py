@@ -217,8 +217,8 @@ def test_steps_train_again_under_what_a_resume_has_changed_since(resumed: Path):
         "from step 2 on the run had learner.lr: 0.0003 in place of 0.0001, learner.steps: 4 in place of 2"
     )
     assert [step.has_state for step in found.steps] == [False, True, False, True]
-    assert len(list((resumed / FOLDER).glob("settings-*.json"))) == 2, "one file per life, not per step"
-    # What is asked for goes before what was recorded, in both lives.
+    assert len(list((resumed / FOLDER).glob("settings-*.json"))) == 2, "one file per start, not per step"
+    # What is asked for goes before what was recorded, in both starts.
     found = replayed(resumed, 0, 4, overrides=["learner.grad_clip=1e-4"])
     assert [bool(step.differences) for step in found.steps] == [True] * 4
     assert "actor/lr" not in {one.name for step in found.steps for one in step.differences}

@@ -22,7 +22,7 @@ def run_streamed(placement: Placement, job: dict[str, Any], out: Path) -> dict[s
     """Return the metrics of one step, from the weights of the start."""
     opener, group = open_backend, None
     if job["backend"] == "fsdp2":
-        opener, group = open_fsdp2, join_group(placement, seed=0)
+        opener, group = open_fsdp2, join_group(placement, gpus=0, seed=0)
     policy = opener(Path(job["model"]), placement, minibatches=1, warmup_steps=0)
     found = take(policy, PARTS if job["name"] == "parts" else ())
     policy.close()

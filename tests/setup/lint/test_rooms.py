@@ -20,7 +20,6 @@ SMALL = frozenset(
         "asyncrl.cli.doctor.examination",
         "asyncrl.cli.rollouts.command",
         "asyncrl.control.record.sinks.swanlab",
-        "asyncrl.control.record.sinks.tensorboard",
         "asyncrl.control.record.sinks.trackio",
         "asyncrl.control.record.sinks.wandb",
         "asyncrl.core.metrics.page",

@@ -136,7 +136,7 @@ MUTANTS = (
         "promise_kept",
         "a requested checkpoint is requested again until it exists",
         "checkpoints",
-        (Operations, "keep_promise", always(None)),
+        (Operations, "renew_pending_checkpoint", always(None)),
     ),
     _mutant(
         "pause_marked",

@@ -3,7 +3,7 @@
 Owns one server process and its folder: configuration, append-only file, log, and who runs it. It
 listens on loopback only and wants a password that is made for it, which no process of another user is sent;
 the default user is off. Invariant: at most one server works in the folder, and the buffer that finds one of
-an earlier life goes on with it.
+an earlier start goes on with it.
 A server whose files were removed keeps nothing: it is ended, and another one is started.
 """
 

@@ -37,7 +37,7 @@ class Sink(Protocol):
     name: str
 
     def open(self) -> None:
-        """Connect; the run of an earlier life under the same id is continued."""
+        """Connect; the run of an earlier start under the same id is continued."""
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Send one row: metric names of the registry and their values."""

@@ -22,7 +22,7 @@ SHORT_WAYS = ("dp", "small_microbatches", "recomputed_and_offloaded")
 def run_fsdp2(placement: Placement, job: dict[str, Any], out: Path) -> dict[str, Any]:
     """Do all of it in one group, training in the `ways` of the job; return how the resume went."""
     model = Path(job["model"])
-    group = join_group(placement, seed=0)
+    group = join_group(placement, gpus=0, seed=0)
     for name in job["ways"]:
         backend = open_fsdp2(model, placement, **WAYS[name])
         metrics = train(backend, range(3))

@@ -158,12 +158,12 @@ def test_a_reference_beside_the_policy_shares_its_group_and_stays_as_it_is(model
 
 
 def test_a_process_is_one_rank_and_its_group_has_the_deadline_of_the_placement():
-    group = join_group(Placement(timeout_s=7.0), seed=0)
+    group = join_group(Placement(timeout_s=7.0), gpus=0, seed=0)
     assert group.mesh.get_group() is torch.distributed.group.WORLD
     options = torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options
     assert options._timeout.total_seconds() == 7.0
     with pytest.raises(ConfigError, match="rank 0 of 1 already"):
-        join_group(Placement(rank=1, world_size=2, rendezvous="127.0.0.1:1"), seed=0)
+        join_group(Placement(rank=1, world_size=2, rendezvous="127.0.0.1:1"), gpus=0, seed=0)
     group.stop()
 
 

@@ -1,8 +1,8 @@
-"""The lives of a run in its record: steps in a row that were trained under the same settings.
+"""The intervals of a run in its record: steps in a row that were trained under the same settings.
 
 Owns where one ends, and what goes from one to the next: the whole state, as a resume takes it from
-a checkpoint. So each life is trained by models that were made for it. Must never write into the run's folder.
-Invariant: what a life takes up is what the one before has left, bit by bit at the same layout of ranks.
+a checkpoint. So each interval is trained by models that were made for it. Must never write into the run's
+folder. Invariant: an interval takes up what the one before has left, bit by bit at the same layout of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OLD_RECORD = (
 
 
 @dataclass(frozen=True)
-class Life:
+class SettingsInterval:
     """Steps `first` to `end - 1`, and the digest of their settings, "" where they were not recorded."""
 
     first: int
@@ -35,7 +35,7 @@ class Life:
     settings: str
 
 
-def find_lives(batch_store: BatchStore, first: int, end: int) -> list[Life]:
+def find_intervals(batch_store: BatchStore, first: int, end: int) -> list[SettingsInterval]:
     """Cut steps `first` to `end - 1` where the settings change.
 
     Raises:
@@ -43,34 +43,34 @@ def find_lives(batch_store: BatchStore, first: int, end: int) -> list[Life]:
         CheckpointError: A step is torn or altered.
     """
     return [
-        Life((steps := list(group))[0], steps[-1] + 1, digest)
+        SettingsInterval((steps := list(group))[0], steps[-1] + 1, digest)
         for digest, group in itertools.groupby(range(first, end), batch_store.settings_digest)
     ]
 
 
-def cut_lives(lives: Sequence[Life], step: int) -> Iterator[Life]:
-    """Yield `lives`, the one that `step` is within cut in two: one begins at `step`."""
-    for life in lives:
-        if life.first < step < life.end:
-            yield replace(life, end=step)
-            yield replace(life, first=step)
+def cut_intervals(intervals: Sequence[SettingsInterval], step: int) -> Iterator[SettingsInterval]:
+    """Yield `intervals`, the one that `step` is within cut in two: one begins at `step`."""
+    for interval in intervals:
+        if interval.first < step < interval.end:
+            yield replace(interval, end=step)
+            yield replace(interval, first=step)
         else:
-            yield life
+            yield interval
 
 
-def describe_lives(batch_store: BatchStore, lives: Sequence[Life]) -> Iterator[str]:
-    """Yield what is to be known of the settings of `lives`, in words."""
-    for life in lives:
-        if not life.settings:
-            yield OLD_RECORD.format(name_steps(range(life.first, life.end)))
-    for before, after in itertools.pairwise(lives):
-        old, new = (batch_store.read_settings(life.settings) for life in (before, after))
+def describe_intervals(batch_store: BatchStore, intervals: Sequence[SettingsInterval]) -> Iterator[str]:
+    """Yield what is to be known of the settings of `intervals`, in words."""
+    for interval in intervals:
+        if not interval.settings:
+            yield OLD_RECORD.format(name_steps(range(interval.first, interval.end)))
+    for before, after in itertools.pairwise(intervals):
+        old, new = (batch_store.read_settings(interval.settings) for interval in (before, after))
         if old is not None and new is not None:
             yield f"from step {after.first} on the run had {describe_change(old, new)}"
 
 
 def leave_state(folder: Path, models: Models, objective: Objective, rank: int) -> None:
-    """Write into `folder` what the next life takes up. Collective."""
+    """Write into `folder` what the next interval takes up. Collective."""
     models.policy.save_state(folder)
     if models.critic is not None:
         models.critic.save_state(folder / CRITIC)
