@@ -1,4 +1,4 @@
-"""The seam between the learner's step and what computes it.
+"""Protocols between the learner's step and its backend.
 
 A backend holds the model and its optimizer on every rank. Batches are handed in on the CPU; what
 comes back is on the CPU. All methods are collective: every rank calls them in the same order.
@@ -85,7 +85,7 @@ class ModelBackend(Protocol):
         """Write this rank's state into `folder` and wait for the other ranks."""
 
     def load_state(self, folder: Path) -> None:
-        """Restore what any layout of ranks wrote; at the same layout bit by bit.
+        """Restore a state of any layout of ranks; with the same layout bit by bit.
 
         Raises:
             CheckpointError: The folder holds another model's state, or is incomplete.
@@ -153,7 +153,7 @@ class Models:
     """The models of one learner rank, in the same process groups: the policy opens first and closes last.
 
     Attributes:
-        policy: What is trained and published.
+        policy: The model that is trained and published.
         critic: Gives values, where the advantage needs them.
         reference: The policy as it was at the start of the run, frozen, where the objective has a KL term.
     """

@@ -1,4 +1,4 @@
-"""Fetching the payload of reserved tickets: each rank its own, by id, and only what it can train."""
+"""Fetcher of reserved tickets' payloads: each rank its own, by id, and only trainable groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds one learner rank."""
+"""Composition root of one learner rank."""
 
 from __future__ import annotations
 

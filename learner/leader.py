@@ -188,7 +188,7 @@ class Leader:
         yield from self._checkpoint_if(self._watch.may_roll_back and commit is None)
 
     def _find_unknown(self, step: int) -> list[str]:
-        """Return what to tell of whole checkpoints later than `step` that the journal does not know."""
+        """Return a warning about complete checkpoints later than `step` that the journal does not know."""
         known = {commit.step for commit in self._commits}
         unknown = [found for found in self._store.steps() if found > step and found not in known]
         if not unknown:
@@ -216,7 +216,7 @@ class Leader:
     def _stand_at(self, commit: Commit | None) -> Iterator[Order]:
         """Take up the weights of `commit`, which the ledger has gone back to."""
         step = commit.step if commit else 0
-        # What is later belongs to a branch that ends here, or cannot be loaded.
+        # Later checkpoints belong to a branch that ends here, or cannot be loaded.
         self._commits = [known for known in self._commits if known.step <= step]
         self.step = step
         self._publishing.stand_at(step)
@@ -248,7 +248,7 @@ class Leader:
     def _order_evaluation(self) -> None:
         with self.waits.on(BUFFER):
             self.last_evaluation = self._client.request_evaluation(self.step)
-        self._note_scores()  # by the next order a long list may no longer tell of this one's forerunner
+        self._note_scores()  # by the next order a long list may no longer contain the one before
 
     def _publish_last(self) -> Iterator[Publish]:
         """The last weights must go out: the final evaluation and the next start count on them."""
@@ -264,7 +264,7 @@ class Leader:
         if self.is_paused and not self._taken:
             with self.waits.on(PAUSED):
                 self._called.wait(PAUSED_WAIT_S)
-                self._called.clear()  # all that it may tell of is heeded before the next batch is awaited
+                self._called.clear()  # the announced requests are handled before the next wait for a batch
             return Wait()
         with self.waits.on(BATCH):
             found = self._reserve()
@@ -287,7 +287,7 @@ class Leader:
         )
 
     def _publish_again_if_lost(self) -> None:
-        """Nothing to train may mean that replicas wait for weights that nobody has any more."""
+        """Publish lost weights again: without a batch, replicas may be waiting for them."""
         with self.waits.on(PUBLISHER):
             if not self.publisher_client.has_lost():
                 return
@@ -318,7 +318,7 @@ class Leader:
         return found
 
     def _settle(self, step: int, num_groups: int) -> Iterator[Order]:
-        """Do what the guard says about a trained batch: book it, or go back to before it."""
+        """Apply the guard's verdict on a trained batch: book it, or roll back to before it."""
         self._watch.raise_if_stopped(step)
         if self._watch.wants_rollback:
             yield from self._roll_back(step, num_groups)
@@ -393,7 +393,7 @@ class Leader:
         return True
 
     def _commit_finished(self, wait_s: float = 0.0) -> bool:
-        """Commit what was written meanwhile; return whether nothing is being written any more."""
+        """Commit finished checkpoints; return whether no write is in progress."""
         try:
             return self.keeper.commit_finished(wait_s)
         except CheckpointError as error:
@@ -427,7 +427,7 @@ class Leader:
             raise CheckpointError(f"a checkpoint was not written within {WRITE_DEADLINE_S:g} s")
 
     def _commit(self, step: int, digest: str, kept: Sequence[int]) -> None:
-        """Make a sealed checkpoint known to the journal, and score what was evaluated meanwhile."""
+        """Register a sealed checkpoint with the journal, and score checkpoints evaluated meanwhile."""
         with self.waits.on(BUFFER):
             self._client.checkpointed(step, digest, kept)
         fresh = [*self._commits, Commit(self._token, step, digest)]

@@ -14,9 +14,9 @@ from asyncrl.core import wire
 
 @dataclass(frozen=True)
 class Restore:
-    """Load the checkpoint of `step`; without one, the model is as it was configured.
+    """Load the checkpoint of `step`; without one, start from the configured model.
 
-    `controllers` is what the objective kept in it.
+    `controllers`: state of the objective's adaptive controllers, from the checkpoint.
     """
 
     step: int
@@ -36,7 +36,7 @@ class Adjust:
 class Publish:
     """Hand the current weights over as version `number`.
 
-    `seen_ids` are ids that the last batch held, for the probe.
+    `seen_ids`: token ids of the last batch, used to choose log-prob check rows.
     `path` is the segment that every rank may write to; without one, shards are gathered to rank 0.
     """
 
@@ -54,12 +54,12 @@ class Train:
         step: Learner step index, from 0.
         token: The leader's fencing token, with which ranks fetch.
         tickets: Ticket ids, ascending.
-        num_tokens: Tokens of each ticket, to balance by.
+        num_tokens: Tokens of each ticket, used to balance tokens over ranks.
         versions: (number, step to subtract for the lag) of every version that may have sampled these
             tokens, in pairs.
         limits: (metric, value) beyond which an update is not applied.
         is_first, is_last: Whether this is the first part of its step, and the last one.
-        parts: Of a batch that was trained in parts and is told of whole: the tickets of each, in order.
+        parts: For an order joined from parts: ticket ids of each part, in order.
     """
 
     step: int
@@ -74,7 +74,7 @@ class Train:
 
 
 def join_parts(parts: Sequence[Train]) -> Train:
-    """Return the order for the whole batch whose parts these are; a single part is it."""
+    """Join partial orders into one; a single part is returned unchanged."""
     if len(parts) == 1:
         return parts[0]
     pairs = (zip(part.tickets, part.num_tokens, strict=True) for part in parts)

@@ -1,4 +1,4 @@
-"""Telling all ranks the same thing: bytes by broadcast, small lists by gather.
+"""Communication between all ranks: bytes by broadcast, small lists by gather.
 
 Consists of collectives only: every rank calls each function, in the same order. With one rank
 nothing is sent.
@@ -55,7 +55,7 @@ class Ranks:
         return [int(value) for value in found.tolist()]
 
     def share_bytes(self, data: bytes | None) -> bytes:
-        """Return what the leader hands in; the others hand in nothing."""
+        """Return the leader's data on every rank; the others pass none."""
         return self._broadcast(data) if self.world_size > 1 else data or b""
 
     def merge_bytes(self, data: bytes) -> bytes:

@@ -132,7 +132,7 @@ class LearnerService:
         return (Obstacle("", Cause.CHECKPOINT_FAILS, problem),) if problem else ()
 
     def command(self, command: AnyCommand) -> Message:
-        """Do what the supervisor asks; of what it asks of the leader, the other ranks know nothing."""
+        """Perform a command of the supervisor; ranks without the leader take only HandOverRows."""
         if isinstance(command, HandOverRows):
             handed = self._rows.hand_over(command.after)
             return Rows(handed.first, tuple(handed.rows))
@@ -202,13 +202,13 @@ class LearnerService:
             self._leader.waits.take()
 
     def _snapshots(self) -> dict[str, Callable[[], Snapshot]]:
-        """Return what a checkpoint holds, by its folder in it. The reference is the model of the start."""
+        """Return the models of a checkpoint by folder name. The reference is the model of the start."""
         if self._critic is None:
             return {"": self._policy.snapshot_state}
         return {"": self._policy.snapshot_state, CRITIC: self._critic.snapshot_state}
 
     def _keep_record(self) -> None:
-        """Have what was recorded on disk before the checkpoint is: there a replay begins."""
+        """Force recorded steps to disk before the checkpoint: a replay begins there."""
         if self._recorder is not None:
             with self._watch.time("record"):
                 self._recorder.flush()

@@ -125,7 +125,7 @@ def take_share(
 def ask_models(
     batch: PackedBatch, models: Models, objective: Objective, watch: Stopwatch
 ) -> tuple[PackedBatch, torch.Tensor | None, torch.Tensor | None]:
-    """Let the models say what the objective needs to know; return the batch, prox and entropies."""
+    """Compute the inputs that the objective needs; return the batch, prox and entropies."""
     prox_N = entropy_N = None
     if objective.needs_prox:
         with watch.time("old_log_prob"):
@@ -147,7 +147,7 @@ def make_result(
     max_prompt_tokens: int,
     found: dict[str, float],
 ) -> StepResult:
-    """Return what is told of a trained share.
+    """Return the result of a trained share.
 
     Args:
         batch: The share's, as the objective prepared it.
@@ -197,7 +197,7 @@ def _update(
 
 
 def sum_over_shares(backend: LearnerBackend) -> Sum:
-    """Return what sums a tensor over data-parallel ranks. Collective."""
+    """Return a function that sums a tensor over data-parallel ranks. Collective."""
 
     def add(totals: torch.Tensor) -> torch.Tensor:
         if backend.dp_size == 1:

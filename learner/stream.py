@@ -38,7 +38,7 @@ LOSSES = ("actor/loss", "actor/pg_loss", "actor/entropy_loss", "actor/kl_loss")
 
 @dataclass(frozen=True)
 class Part:
-    """A part that has been computed; `asked` is what the models said of it, `batch` what was trained."""
+    """A computed part; `asked` has the models' outputs for it, `batch` is its trained batch."""
 
     order: Train
     share: Share
@@ -84,7 +84,7 @@ class StreamedStep:
             self._overlapped_s += sum(self._watch.seconds.values()) - before_s
 
     def finish(self) -> tuple[Train, StepResult]:
-        """Divide the gradient and update; return the order of the whole batch and what it gave."""
+        """Divide the gradient and update; return the order of the whole batch and its result."""
         order = join_parts([part.order for part in self._parts])
         share = _join_shares([part.share for part in self._parts])
         over_ranks = sum_over_shares(self._models.policy)

@@ -1,4 +1,4 @@
-"""Builds a rollout replica from a run's configuration."""
+"""Composition root of a rollout replica."""
 
 from __future__ import annotations
 

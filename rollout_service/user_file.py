@@ -19,7 +19,7 @@ def import_file(path: Path, what: str, hint: str = "") -> ModuleType:
     """Return the module in the file `path`, run anew.
 
     Args:
-        what: What the file is called in errors.
+        what: Name of the file in errors.
 
     Raises:
         ConfigError: There is no such file, or it cannot be imported.

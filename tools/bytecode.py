@@ -1,11 +1,11 @@
-"""Byte-compiles what asyncrl imports: `python tools/bytecode.py SITE_PACKAGES` (standard library only).
+"""Byte-compiler of asyncrl's imports: `python tools/bytecode.py SITE_PACKAGES` (standard library only).
 
-Of the 26,000 modules that are installed a run imports 5,500. They are found by following the imports: of
-asyncrl's own modules all, also those within functions, and of the packages what a module imports as it loads.
-The rest is compiled when it is first imported, as always.
+Of the 26,000 modules that are installed a run imports 5,500. The script follows imports: all of asyncrl's own
+(also inside functions), and module-level imports of dependencies. Other modules are compiled when they are
+first imported, as always.
 
-Where PYTHONDONTWRITEBYTECODE is set, each process would compile for itself what it imports, and the import of
-vLLM would take 15 s instead of 7.5.
+Where PYTHONDONTWRITEBYTECODE is set, each process would compile its own imports, and the import of vLLM
+would take 15 s instead of 7.5.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ BY_NAME = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
 )
-"""Modules that no `import` names: libraries load them by a text."""
+"""Modules that libraries import by name at run time."""
 HEADER_BYTES = 16
 CHUNK = 40
 IMPORT_NAME, LOAD_CONST = dis.opmap["IMPORT_NAME"], dis.opmap["LOAD_CONST"]
 
 
 def main(site_packages: Path) -> int:
-    """Compile what is reached in `site_packages` and return how many modules that are."""
+    """Compile the modules reached in `site_packages` and return their number."""
     reached: set[Path] = set()
     # A fork of a process that has threads may wait for ever for a lock that one of them held.
     context = multiprocessing.get_context("forkserver")
@@ -56,12 +56,12 @@ def main(site_packages: Path) -> int:
 
 
 def imports_of_own(path: Path) -> set[str]:
-    """Return what a module of ours imports, also within its functions."""
+    """Return the imports of one of asyncrl's modules, also within its functions."""
     return imports_of(compile(path.read_bytes(), str(path), "exec"), package="", is_deep=True)
 
 
 def compile_module(module: tuple[Path, str]) -> set[str]:
-    """Write a module's bytecode unless it is there, and return what it imports as it loads."""
+    """Write a module's bytecode unless it is there, and return its module-level imports."""
     file, package = module
     cached = Path(importlib.util.cache_from_source(str(file)))
     if not is_current(file, cached):

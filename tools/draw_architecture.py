@@ -1,4 +1,4 @@
-"""Draws the picture of the architecture: `python tools/draw_architecture.py > docs/architecture.svg`.
+"""Drawing of the architecture: `python tools/draw_architecture.py > docs/architecture.svg`.
 
 Standard library only. The picture has its own background and follows the colour scheme of the reader, so
 that it can be read on light and dark pages.

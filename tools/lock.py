@@ -1,4 +1,4 @@
-"""Renews the pinned lists from pyproject.toml: `make lock`, or `make lock UPGRADE=--upgrade`.
+"""Lock tool: renews the pinned lists from pyproject.toml: `make lock`, or `make lock UPGRADE=--upgrade`.
 
 The lists name packages, versions and hashes: no host and no folder, so that they fit any machine. A mirror
 has the files of the index that it mirrors, and so their hashes. Invariant: each package is looked up in one

@@ -1,4 +1,4 @@
-"""Fails on code that could run what it reads: pickle and its like (standard library only).
+"""Check against pickle and its like: fails on code that could run what it reads (standard library only).
 
 `python tools/pickles.py FOLDER...` looks at imports, calls and names of every Python file. ruff's S301
 sees `pickle.loads` alone; this sees the ways by which a pickle comes in under another name. A line that
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
-"""Whose readers run what they read. Ray's own are Ray's: it is trusted on a private interface."""
+"""Modules whose readers run code from their input. Ray's own use is trusted on a private interface."""
 PROCESS_LINKS = {"multiprocessing.connection", "multiprocessing.managers", "xmlrpc", "Pyro4", "rpyc"}
 """Links between processes that pickle by themselves."""
 METHODS = {

@@ -1,4 +1,4 @@
-"""Makes `.venv` from a pinned list: `python3.11 tools/set_up.py [cpu|gpu]` (standard library only).
+"""Setup of `.venv` from a pinned list: `python3.11 tools/set_up.py [cpu|gpu]` (standard library only).
 
 Every package comes from where the machine's pip is configured to look, and is one of the files whose hashes
 are in the list, wherever it lies. Repeating it is cheap and changes nothing. The stamp `.venv/.set-up-<list>`
@@ -34,7 +34,7 @@ TORCH_IS_MISSING = (
 
 
 class SetUpFailed(Exception):
-    """Why the environment could not be made, in one sentence for the terminal."""
+    """Reason why the environment could not be made, in one sentence for the terminal."""
 
 
 def main(argv: list[str]) -> int:

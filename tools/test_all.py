@@ -1,4 +1,4 @@
-"""Runs the long tests a file at a time, goes on where it stopped, and prints what each took.
+"""Runner of the long tests: one file at a time, resumable, with the time of each.
 
     python tools/test_all.py [--minutes M] [--again] [FILE...]
 
@@ -41,12 +41,12 @@ TELLING = (
     "tests/system/faults/test_blame.py",
     "tests/buffer/hostile/test_key_holders.py",
 )
-"""What a change breaks first, and what takes minutes, not hours."""
+"""Tests that a change breaks first, which take minutes, not hours."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of one file came to; `tree` names the content of the repository."""
+    """Result of one run of one file; `tree` names the content of the repository."""
 
     file: str
     tree: str

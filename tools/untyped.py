@@ -1,4 +1,4 @@
-"""Counts `Any` in the shipped packages, and fails unless each has just as many as its maximum says.
+"""Check of `Any` in the shipped packages: fails unless the count of each equals its maximum.
 
 Owns the maxima. Invariant: they are only ever lowered: a package with more fails, and so does one with
 fewer, until its maximum here says so. `object` is for what is really opaque; a struct, a `TypedDict`, a

@@ -1,4 +1,4 @@
-"""Keeps one peer (the publisher or a receiver) in touch with the coordinator.
+"""Coordinator session of one peer (the publisher or a receiver).
 
 Owns the hello, the long poll for orders and the queue of reports; never decides anything.
 The order thread

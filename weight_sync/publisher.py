@@ -91,7 +91,7 @@ class PublisherService:
         pool: The segments; closed with the service.
         endpoint: Told to the coordinator.
         make_transport: Makes a transport of the named backend.
-        bounds: What a version may be.
+        bounds: Limits of a version.
     """
 
     def __init__(

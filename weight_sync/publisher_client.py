@@ -114,7 +114,7 @@ class PublisherClient:
     Attributes:
         published: The newest version that the publisher has taken.
         digest: Of its bytes: xxh3-128 of the digests of its buckets, in hex.
-        num_absences: How often the publisher was away, and a publish deferred for it.
+        num_absences: Publishes deferred because the publisher was away.
         room: A call that is over once `has_room` may find more than it did last; None if it found room, or no
             publisher.
 

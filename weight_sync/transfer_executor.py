@@ -1,4 +1,4 @@
-"""Carries the buckets of a round in a thread of its own, over a cached group.
+"""Transfer executor: sends or receives the buckets of a round in its own thread, over a cached group.
 
 Owns the cached transports of one peer, one per membership, and the threads that use them. A thread
 that hangs holds its buffers until its operation's deadline and is never waited for.

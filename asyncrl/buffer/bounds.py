@@ -1,4 +1,4 @@
-"""Bounds of a group that a replica pushes: what the run's configuration lets an honest one be (pure).
+"""Bounds of a group that a replica pushes: the limits that the run's configuration implies (pure).
 
 The learner, the page and the command line read what passed here for as long as the journal keeps it, so
 what a run cannot train is refused to its sender and never stored.
@@ -12,7 +12,7 @@ from asyncrl.core.errors import WireError
 from asyncrl.core.experience import Outline
 
 UNTOLD = 1 << 31
-"""Of a bound that nobody told."""
+"""Value of a bound that was not set."""
 
 
 @dataclass(frozen=True)

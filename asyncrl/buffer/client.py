@@ -96,7 +96,7 @@ class ReplicaClient:
     async def describe_data(
         self, num_prompts: int, digest: str, sources: Sequence[tuple[int, float]] = ()
     ) -> None:
-        """Say what the training data is, once, before the first lease.
+        """Describe the training data, once, before the first lease.
 
         Args:
             sources: (prompts, weight) of each source, where there are several.
@@ -142,7 +142,7 @@ class ReplicaClient:
         return (await self._ask(wire.PUSH, asked, encode_group(group))).message.result
 
     async def carry(self, group: Group) -> str:
-        """Return a lease with the work done so far, while draining; say what became of it.
+        """Return a lease with the work done so far, while draining; return its fate.
 
         The next attempt at the ticket may go on from it. Returns `carried`, `released` (no room: the
         work is lost, the lease is returned) or `late`.
@@ -315,10 +315,10 @@ class LearnerClient:
         """Return the groups of reserved tickets, in the order asked for.
 
         Args:
-            prefetch: How many groups of the next batch to ask for before these are decoded, see `prefetch`.
+            prefetch: Number of groups of the next batch to request before these are decoded, see `prefetch`.
 
         Raises:
-            LedgerError: A payload turned out damaged; its ticket was issued again. Reserve the step again.
+            LedgerError: A payload is damaged; its ticket was issued again. Reserve the step again.
         """
         known = self._take_prefetched()
         return self._repeat(lambda left_s: self._fetch(tickets, prefetch, known, left_s))
@@ -355,7 +355,7 @@ class LearnerClient:
         return part, self._rpc.begin_asking(wire.FETCH, asked, deadline_s)
 
     def _take_prefetched(self) -> dict[int, Prefetched]:
-        """Return what the last `prefetch` brought, by ticket; nothing if it came too late."""
+        """Return the payloads of the last `prefetch`, by ticket; none if it came too late."""
         call, self._prefetching = self._prefetching, None
         if call is None:
             return {}
@@ -383,7 +383,7 @@ class LearnerClient:
         """Call `trained(step)` and `reserve(step + 1)` in one round trip.
 
         Raises:
-            LedgerError: As `trained`; what was then reserved stays so.
+            LedgerError: As `trained`; a reservation made meanwhile stays.
         """
         report = wire.Trained(self.token, step, tuple(dropped), lag_max)
         told = self._rpc.begin_asking(wire.TRAINED, report, self._deadline_s)

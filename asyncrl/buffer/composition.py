@@ -1,4 +1,4 @@
-"""Builds the buffer service from a run's configuration."""
+"""Composition root of the buffer service."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ledger_settings(config: Config) -> LedgerSettings:
 
 
 def group_bounds(config: Config) -> GroupBounds:
-    """Return what a group of this run may be; `max_group_bytes` bounds its bytes.
+    """Return the bounds of a group of this run; `max_group_bytes` bounds its bytes.
 
     Without an environment a generator has its own loop (a gateway's agent, another maker's): each of its
     turns takes a token at least.

@@ -127,7 +127,7 @@ class EvaluationOrder(Message, frozen=True):
     """Evaluate at the served weights, which have seen at least `step` steps.
 
     Attributes:
-        part, num_parts: Which of the held-out prompts: every `num_parts`-th, from `part` on.
+        part, num_parts: Share of the held-out prompts: every `num_parts`-th, from `part` on.
     """
 
     id: int
@@ -250,7 +250,7 @@ class Opening(Message, frozen=True):
     Attributes:
         checkpoints: From which it may resume, oldest first; without any, `resume(0)`.
         num_prompts: 0 while no replica has described the data.
-        note: What the last `resume` with a note said.
+        note: The note of the last `resume` that had one.
     """
 
     token: int

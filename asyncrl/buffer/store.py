@@ -20,8 +20,8 @@ from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.wire import Frame
 
 KEPT_DROPPED_BYTES, MAX_KEPT_DROPPED = 16 << 20, 64
-"""Bytes and number of the newest dropped groups that the journal keeps for inspection, at least one. A group
-is not kept once it is the last reason to keep an old file of the journal."""
+"""Bytes and number of the newest dropped groups that the journal keeps for inspection, at least one. A
+dropped group is released when it alone keeps an old journal file from deletion."""
 
 
 class ExperienceStore:
@@ -33,7 +33,7 @@ class ExperienceStore:
         needs_baseline: A group must bring the reward of a greedy answer.
         bounds: Upper limits on the lengths and numbers in a group.
 
-    `counters` counts what was refused: `duplicates`, `late`, `malformed`, `failed/<reason>`, and so on.
+    `counters` counts refusals: `duplicates`, `late`, `malformed`, `failed/<reason>`, and so on.
     `num_turns` counts commits that changed something, since this process began. `is_committed` tells whether
     the last `commit` made all durable.
     """
@@ -147,7 +147,7 @@ class ExperienceStore:
     def _lose_carry(self, ticket: int) -> None:
         """Give partial rollouts up, and take the ticket out of the pending releases.
 
-        Otherwise a payload that is pushed before the next commit would be deleted in their place.
+        Without this, the next commit would delete a payload pushed for the same ticket in the meantime.
         """
         self.counters["lost_carries"] += 1
         self.ledger.lose_carry(ticket)
@@ -202,7 +202,7 @@ class ExperienceStore:
             self.counters["late"] += 1
 
     def fetch(self, numbers: Sequence[int]) -> tuple[list[Sequence[Frame]], list[int]]:
-        """Return the payloads of reserved tickets, and the tickets whose payload turned out lost.
+        """Return the payloads of reserved tickets, and the tickets whose payload is lost.
 
         Raises:
             LedgerError: A ticket is not reserved.
@@ -262,8 +262,8 @@ class ExperienceStore:
         """Make all changes durable, then let go of payloads that are not needed any more.
 
         Returns:
-            False while the journal is unavailable: nobody may be answered. Call again; nothing is lost.
-            Leases start afresh when it is back, because nobody could renew them meanwhile.
+            False while the journal is unavailable: send no reply and call again; nothing is lost. When the
+            journal is back, every lease gets a full new term, because replicas could not renew.
 
         Raises:
             FencedError: Another buffer has taken the journal over.
@@ -318,13 +318,13 @@ class ExperienceStore:
             self.journal.release(self._kept_dropped.popleft())
 
     def _release_old_dropped(self) -> None:
-        """Release dropped groups that are the last reason to keep an old file of the journal."""
+        """Release each dropped group that alone keeps an old journal file from deletion."""
         for ticket in [ticket for ticket in self._kept_dropped if not self.journal.is_recent(ticket)]:
             self._kept_dropped.remove(ticket)
             self.journal.release(ticket)
 
     def _rebuild_journal(self) -> bool:
-        """Refill a journal that was wiped: payloads in memory are written again, others issued again."""
+        """Refill a wiped journal: payloads in memory are rewritten; tickets without one are reissued."""
         if not self.journal.survey():
             return False
         self._keep_needed()

@@ -1,4 +1,4 @@
-"""Builds the supervisor in its own process."""
+"""Composition root of the supervisor's process."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ AUTO, NEVER = "auto", "never"
 KEY = re.compile(r"[a-z_]+(\.\w+)+|[a-z_]+(?=:)")
 """A key, or a section before a colon, at the beginning of a line."""
 OTHER_START_S, OTHER_START_POLL_S = 30.0, 0.1
-"""What another `asyncrl up` may take from the run's lock to the run's head."""
+"""Time that another `asyncrl up` may take between the run's lock and its head, and the poll interval."""
 NOTHING_STARTED = "interrupted: nothing was started"
 ENDING = (RunState.STOPPING, *RUN_ENDS)
 """States of a run whose head still cleans up."""

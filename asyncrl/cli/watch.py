@@ -1,4 +1,4 @@
-"""Watching a run until it ends, and ending it. The terminal only watches: hanging up leaves the run alive.
+"""Watch loop of a terminal: shows a run until it ends, and can end it. A hangup leaves the run alive.
 
 consumes: snapshots of the run, a few times a second
 waits for: the head process to end
@@ -35,7 +35,7 @@ ASKED = "the run is asked to stop"
 
 
 class Watched(Protocol):
-    """What watching needs of a run handle."""
+    """Part of a run handle that the watch loop uses."""
 
     @property
     def folder(self) -> RunDir: ...

@@ -1,6 +1,6 @@
 """Operator commands on a live run: scale, drain, pause, unpause, checkpoint, tighten, stop.
 
-Owns the checks of each command, the services that are told of it, and its route in the control API. Never
+Owns the checks of each command, its delivery to services, and its route in the control API. Never
 starts or ends a process: the reconciler does. Invariant: a refused command has changed nothing. A pause is
 marked in the run's folder before any service is told, so a service that dies meanwhile, or the supervisor, is
 paused when it is started again. A requested checkpoint is requested again until it exists.
@@ -78,12 +78,12 @@ class Operations:
         return read_paused(self.roster.run_dir) == self.roster.run_id
 
     def perform(self, asked: api.AnyRequest) -> Message:
-        """Do what was asked, and return what was begun.
+        """Perform the command, and return its answer.
 
         Raises:
-            ConfigError: It makes no sense.
-            Refused: The run cannot do it: it has no room, or has not begun, or is ending.
-            ServiceFailed: The service that it is for could not do it.
+            ConfigError: The arguments of the command are invalid.
+            Refused: The run lacks room for the command, has not begun, or is ending.
+            ServiceFailed: The addressed service could not do it.
         """
         match asked:
             case api.Scale(replicas):
@@ -113,7 +113,7 @@ class Operations:
         return fields_of(self.perform(asked))
 
     def _stop(self) -> api.Stopping:
-        """End the run in order, also if this supervisor dies before it has."""
+        """Shut the run down gracefully; the shutdown completes even if this supervisor dies first."""
         self.lifecycle.stop_asked.set()
         self.fleet.finish_learner()
         return api.Stopping()
@@ -153,7 +153,7 @@ class Operations:
         return api.Paused(is_paused, tuple(self._tell(PAUSED_SERVICES, is_paused)))
 
     def _tell(self, services: Sequence[str], is_paused: bool) -> list[str]:
-        """Tell `services` about the pause; return whom that did not reach."""
+        """Tell `services` about the pause; return the services that did not acknowledge."""
         unreached = []
         command = Pause() if is_paused else Unpause()
         for service in services:
@@ -165,7 +165,7 @@ class Operations:
         return unreached
 
     def keep_paused(self, statuses: Statuses) -> None:
-        """Tell services that are up and not as paused as the run: they were starting when it was asked."""
+        """Resend Pause or Unpause to a service whose paused flag differs from the run's: it was starting."""
         is_paused = self.is_paused
         told = {BUFFER: statuses.buffer, LEARNER: statuses.learner}
         differ = [name for name, one in told.items() if one is not None and one.paused != is_paused]
@@ -177,18 +177,18 @@ class Operations:
         return api.CheckpointAsked(self._ask_for_checkpoint(None))
 
     def _ask_for_checkpoint(self, step: int | None) -> int:
-        """Ask for one of `step` or later, and take down that this incarnation of the learner owes it.
+        """Request a checkpoint at `step` or later and record the request with the learner's incarnation.
 
-        Without a `step` it is of the one that the learner is at, which a late answer leaves unknown: whoever
-        asked is told that it was late, and nothing is taken down.
+        Without `step`, the learner's current step is used; on a timeout that step is unknown, so nothing is
+        recorded and the timeout is raised.
 
         Returns:
-            The step that the learner is at.
+            The current step of the learner.
         """
         incarnation = self.fleet.num_restarts(LEARNER)
         try:
             answer = self.fleet.ask(LEARNER, WriteCheckpoint())
-        except DeadlineExceeded:  # what it was asked waits at the learner, and dies with it
+        except DeadlineExceeded:  # the request stays queued and is lost if the learner exits
             if step is not None:
                 self._take_down(step, incarnation)
             raise
@@ -196,7 +196,7 @@ class Operations:
         return answer.step
 
     def _take_down(self, step: int, incarnation: int) -> None:
-        """Note a checkpoint as pending, unless one of a later step is already: that one is for both."""
+        """Record a checkpoint as pending, unless one of a later step is pending: it serves both requests."""
         owed = PendingCheckpoint(self.roster.run_id, step, incarnation)
         with self.pending_lock:
             before = self._read_pending()
@@ -204,7 +204,7 @@ class Operations:
                 write_json(self._pending_path, msgspec.structs.asdict(owed))
 
     def _read_pending(self) -> PendingCheckpoint | None:
-        """Return what this start of the run has to write, None for nothing or for another form of it."""
+        """Return the pending checkpoint of this start; None if there is none or it cannot be read."""
         found = read_json(self._pending_path)
         if found is None or found.get("run_id") != self.roster.run_id:
             return None
@@ -215,15 +215,15 @@ class Operations:
             return None
 
     def _drop_pending(self, written: PendingCheckpoint) -> None:
-        """Forget what is written, not what was asked for since."""
+        """Forget the pending checkpoint if it is `written`; keep a newer request."""
         with self.pending_lock:
             if self._read_pending() == written:
                 self._pending_path.unlink(missing_ok=True)
 
     def renew_pending_checkpoint(self, statuses: Statuses) -> None:
-        """Ask the learner's newest incarnation for a checkpoint that an earlier one was to write and did not.
+        """Request the pending checkpoint again if the learner was restarted since and has not written it.
 
-        Once it is back at that step: before, it would hold less than was there when it was asked for.
+        Waits until the learner has reached that step again; an earlier checkpoint would hold less training.
         """
         try:
             self._renew_pending(statuses)
@@ -265,7 +265,7 @@ class Operations:
 
 @contextlib.contextmanager
 def _as_refusal() -> Iterator[None]:
-    """Turn a ConfigError into Refused: checked commands fail by the run's state or machine only."""
+    """Turn ConfigError into Refused: valid arguments can only fail by run state or host capacity."""
     try:
         yield
     except ConfigError as error:

@@ -22,7 +22,7 @@ class ServiceSpec:
 
     Attributes:
         factory: `module:function` of its composition root.
-        context: What it gets to know.
+        context: Context of the service.
         log_path: Its log file.
         cpus: CPU share that Ray reserves.
         gpus: GPUs that Ray reserves.
@@ -128,7 +128,7 @@ class Roster:
         )
 
     def _environment(self, kind: str, section: LearnerSection | RolloutSection | None) -> dict[str, str]:
-        """Return what a service's process finds in its environment; without a GPU of its own, no GPU."""
+        """Return the environment of a service's process; without a GPU of its own, no GPU is visible."""
         found = dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
         if section is None or not section.gpus:
             return {**found, **WITHOUT_GPU}

@@ -1,4 +1,4 @@
-"""The snapshot of a run: what its control API tells of it, and the CLI and the page show (pure).
+"""The snapshot of a run: the data that its control API returns, and the CLI and the page show (pure).
 
 Owns its form as JSON. Where that has an empty text or object for what is not known, the struct has None.
 A field that is not known is left out at the top and of a service; elsewhere it makes the snapshot one of
@@ -31,14 +31,14 @@ from asyncrl.core.states import RunState, ServiceState
 
 
 class Health(StrEnum):
-    """Whether a run does all that it shall."""
+    """Whether all of a run's services do their work."""
 
     OK = "ok"
     DEGRADED = "degraded"
 
 
 class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the supervisor knows of a service beyond its own word.
+    """Facts about a service beyond its own status, from the supervisor.
 
     Attributes:
         stage: Of its unit, None before the first pulse.
@@ -93,7 +93,7 @@ class LedgerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a run; all of it from its supervisor, less from who speaks while there is none.
+    """State of a run: complete from its supervisor, partial from other processes while there is none.
 
     Attributes:
         state: None of a run that has told nothing yet.
@@ -101,8 +101,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         ready_groups: Complete groups that the buffer holds at most. torn: Checkpoints that were damaged.
         metrics: The newest row. evaluation: The newest row of one.
         events: The newest, the oldest of them first; their fields differ by kind.
-        outcome: How the run has ended, before its state says so.
-        is_over: There is nobody any more who could tell more.
+        outcome: End of the run, known before its state shows it.
+        is_over: No process is left that could add to it.
     """
 
     TOLD: ClassVar[tuple[str, ...]] = ()
@@ -146,20 +146,20 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeadWord(Snapshot, frozen=True, kw_only=True):
-    """What the head says while no supervisor answers."""
+    """Snapshot by the head while no supervisor answers."""
 
     TOLD: ClassVar[tuple[str, ...]] = ("run", "state", "phase")
 
 
 class LastWord(Snapshot, frozen=True, kw_only=True):
-    """What a run that is over has left."""
+    """Snapshot of a run that is over, from its files."""
 
     TOLD: ClassVar[tuple[str, ...]] = ("run", "state", "step", "accuracy", "error", "is_over")
 
 
 SUPERVISORS = tuple(name for name in Snapshot.__struct_fields__ if name != "is_over")
 EMPTY: Mapping[str, object] = {"outcome": "", "ledger": {}}
-"""What stands in JSON for None."""
+"""JSON values that stand for None."""
 
 
 def values_of(snapshot: Snapshot) -> dict[str, object]:
@@ -219,7 +219,7 @@ def view_service(status: ServiceStatus, facts: ServiceFacts) -> ServiceView:
 
 
 def view_ledger(buffer: BufferStatus | None) -> LedgerView | None:
-    """Return what a snapshot tells of the buffer's account, None while the buffer has said nothing."""
+    """Return a snapshot's account of the buffer, None before the buffer's first status."""
     if buffer is None:
         return None
     return LedgerView(**{name: getattr(buffer, name) for name in LedgerView.__struct_fields__})

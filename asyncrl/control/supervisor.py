@@ -5,7 +5,7 @@ The watch loop
   waits for: its own pulse of `PULSE_S`          unblocked by: time, or the stop event
   produces: the snapshot for the API, metrics on disk, the outcome
 Invariant: a run that cannot be kept up ends with the error of the service that it failed for; nothing is left
-running. What is repaired, and how, is decided in `fleet/` and carried out by `upkeep/`.
+running. Repairs are decided in `fleet/` and carried out by `reconciler/`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Supervisor:
         self._end(outcome)
 
     def _fail(self, failure: ServiceFailed) -> Outcome:
-        """Return the outcome of a run that failed, once what can be saved is."""
+        """Return the outcome of a run that failed, after saving its state as far as possible."""
         service = failure.message.split(" ")[0]
         is_removed = isinstance(failure, FolderRemoved)
         outcome = Outcome(
@@ -136,7 +136,7 @@ class Supervisor:
         return outcome
 
     def status(self) -> SupervisorStatus:
-        """Return what the head needs to know of the run."""
+        """Return the head's view of the run."""
         return SupervisorStatus(
             state=ServiceState.READY, error=self._error, run=self.lifecycle.state, step=self._last_step
         )
@@ -183,7 +183,7 @@ class Supervisor:
         return Health.DEGRADED if is_ill else Health.OK
 
     def weights(self) -> WeightsAnswer:
-        """Return what the coordinator, the publisher and the replicas said of weights in the last pulse."""
+        """Return the weights in the last statuses of coordinator, publisher and replicas."""
         return weights_answer(self._statuses)
 
     def command(self, command: AnyCommand) -> Message:
@@ -211,7 +211,7 @@ class Supervisor:
         self._stop_learner()
 
     def _stop_learner(self) -> None:
-        """Have the learner write its checkpoint and end, while those whom it needs for it are kept up.
+        """Have the learner write its checkpoint and end, while the services it needs are kept up.
 
         One that has trained nothing since it was started has nothing to write.
 
@@ -244,7 +244,7 @@ class Supervisor:
             raise ServiceFailed(f"learner.0 {why}{held_up}; {lost}")
 
     def _has_trained(self) -> bool:
-        """Whether the learner may have anything that its newest checkpoint lacks.
+        """Whether the learner may have progress that its newest checkpoint lacks.
 
         What it said last counts while it is silent. A supervisor that took over assumes so at first.
         """

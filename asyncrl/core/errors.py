@@ -11,8 +11,8 @@ class AsyncrlError(Exception):
     """Base of all errors that asyncrl raises on purpose.
 
     Args:
-        message: What happened and where, in one sentence.
-        hint: What the reader can do about it.
+        message: Event and place, in one sentence.
+        hint: Remedy for the reader.
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:

@@ -48,13 +48,13 @@ class Trajectory:
         response_ids: Sampled and observed token ids, int32 [T].
         loss_mask: 1 on sampled tokens, 0 on observation and tool tokens, uint8 [T].
         logprobs: Behaviour log-probs at the sampling temperature, float32 [T].
-        spans: Which version sampled which tokens, covering 0..T.
+        spans: Version that sampled each range of tokens, covering 0..T.
         reward: The episode's reward.
         finish_reason: `stop` (end of sequence or a stop string), `length` (cut at the token limit), `turns`
             (cut at the environment's limit of turns) or `done` (the environment ended it); `UNFINISHED` in
             carried work.
-        reward_parts: What the reward is made of, by name, before weighting; empty if nobody said.
-        num_turns: How often the model spoke, from 1.
+        reward_parts: Parts of the reward by name, before weighting; empty if the reward has none.
+        num_turns: Number of the model's turns, from 1.
     """
 
     response_ids: npt.NDArray[np.int32]
@@ -77,11 +77,11 @@ class Group:
 
     Attributes:
         ticket: The ledger's id of the group.
-        attempt: Which try at the ticket made it.
+        attempt: Number of the ticket's attempt that made it.
         prompt_ids: int32 [P].
         trajectories: G of them, in sample order.
         baseline_reward: Reward of a greedy answer to the same prompt, which is not among the trajectories;
-            None if nobody asked for one.
+            None if none was requested.
     """
 
     ticket: int
@@ -121,15 +121,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Outline:
-    """What the buffer must know of a group, from frames that were checked.
+    """Facts about a group that the buffer needs, from checked frames.
 
     Attributes:
         rewards: Float32 [G].
         baseline_reward: As of `Group`.
         lengths: Response tokens of each trajectory.
         mask_max: Largest value of each trajectory's loss mask; 0 for one without a token.
-        finish: Why each trajectory ended.
-        turns: How often the model spoke in each.
+        finish: Reason for the end of each trajectory.
+        turns: Number of the model's turns in each.
         versions: Numbers of all policy versions that sampled a token.
         token_ids: The lowest and the highest id of prompt and responses.
     """

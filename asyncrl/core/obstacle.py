@@ -37,12 +37,12 @@ ADVISORY = (Cause.CHECKPOINT_FAILS, Cause.JOURNAL_EVICTS)
 
 
 class Obstacle(Message, frozen=True):
-    """What keeps a run from its next step.
+    """Obstacle to a run's next step.
 
     Attributes:
-        service: Who met it; empty for who reports it.
-        reason: What that service, or the library that it called, said last.
-        count: How often in a row.
+        service: The service that met it; empty for the one that reports it.
+        reason: Last message of that service, or of the library that it called.
+        count: Times in a row.
         since: Wall-clock seconds of the first time; 0 where only the supervisor knows.
         blocks: The run cannot go on while it holds; otherwise others do the work meanwhile.
     """
@@ -56,7 +56,7 @@ class Obstacle(Message, frozen=True):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What makes two reports the same obstacle."""
+        """Identity of the obstacle: reports with equal keys are one obstacle."""
         return self.service, self.cause.value
 
     @property

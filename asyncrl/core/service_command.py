@@ -112,7 +112,7 @@ class HandOverRows(Command[Rows], frozen=True, tag="rows"):
 
 
 class Standing(Message, frozen=True):
-    """Where it stands now."""
+    """Current state of the service."""
 
     state: ServiceState
 

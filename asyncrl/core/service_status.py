@@ -24,10 +24,10 @@ class ServiceStatus(Message, frozen=True, kw_only=True):
     """Status of any service.
 
     Attributes:
-        error: Why it failed, or is gone. error_kinds: Classes of that error and of its causes.
-        failure: Why it failed last, while it has not come up since; the supervisor's word.
-        node: Of the cluster it runs on, empty on one machine; None while no process has said so.
-        obstacles: What keeps it from its work.
+        error: Cause of its failure or end. error_kinds: Classes of that error and of its causes.
+        failure: Cause of its last failure, while it has not come up since; set by the supervisor.
+        node: Its node in the cluster, empty on one machine; None until a process has reported it.
+        obstacles: Obstacles to its work.
     """
 
     state: ServiceState
@@ -154,12 +154,12 @@ class BufferStatus(ServiceStatus, frozen=True, kw_only=True):
 
 
 class EngineStatus(Message, frozen=True, kw_only=True):
-    """What an engine does and has done.
+    """Status of an engine.
 
     Attributes:
         tokens, trajectories: Generated since the start.
         busy_s, idle_by_cause: Seconds since the start.
-        last_swap_s: How long the last change of weights took.
+        last_swap_s: Duration of the last change of weights.
     """
 
     in_flight_requests: int
@@ -197,7 +197,7 @@ class ShapingStatus(Message, frozen=True):
 
 
 class GatewayStatus(Message, frozen=True):
-    """Where agents reach a gateway, open sessions, counts, and how often a parameter was replaced."""
+    """Status of a gateway: its URL, open sessions, counts, and replaced parameters by name."""
 
     url: str
     sessions: int = 0
@@ -231,7 +231,7 @@ class ReplicaStatus(ServiceStatus, frozen=True, kw_only=True):
 
 
 class GuardFinding(Message, frozen=True):
-    """What the guard found at a step, the `number`-th thing of this incarnation of the learner."""
+    """Finding of the guard at a step, the `number`-th of this incarnation of the learner."""
 
     number: int
     step: int
@@ -278,7 +278,7 @@ class RoundStatus(Message, frozen=True, kw_only=True):
 
 
 class MemberStatus(Message, frozen=True, kw_only=True):
-    """What the coordinator knows of a member.
+    """Status of a member by the coordinator.
 
     Attributes:
         version, staged, swapping: Version numbers, 0 for none.
@@ -306,7 +306,7 @@ class CoordinatorStatus(ServiceStatus, frozen=True, kw_only=True):
     Attributes:
         version: The newest, as (number, step).
         round: Phase of the round of most members, None without one.
-        culprit: Who was blamed last, and for what.
+        culprit: Member blamed last, and the reason.
     """
 
     address: str
@@ -384,22 +384,22 @@ class Statuses(Mapping[str, ServiceStatus]):
 
     @property
     def buffer(self) -> BufferStatus | None:
-        """What the buffer says, None while it says nothing."""
+        """Status of the buffer, None while it has none."""
         return self._told(BUFFER, BufferStatus)
 
     @property
     def learner(self) -> LearnerStatus | None:
-        """What the learner's leader says, None while it says nothing."""
+        """Status of the learner's leader, None while it has none."""
         return self._told(LEARNER, LearnerStatus)
 
     @property
     def coordinator(self) -> CoordinatorStatus | None:
-        """What the coordinator of weight sync says, None while it says nothing."""
+        """Status of the coordinator of weight sync, None while it has none."""
         return self._told(COORDINATOR, CoordinatorStatus)
 
     @property
     def publisher(self) -> PublisherStatus | None:
-        """What the publisher says, None while it says nothing."""
+        """Status of the publisher, None while it has none."""
         return self._told(PUBLISHER, PublisherStatus)
 
     def of_kind(self, kind: str) -> dict[str, ServiceStatus]:
@@ -413,12 +413,12 @@ class Statuses(Mapping[str, ServiceStatus]):
 
     @property
     def told_replicas(self) -> dict[str, ReplicaStatus]:
-        """What those replicas say that say anything."""
+        """Statuses of the replicas that have reported one."""
         return {name: one for name, one in self._found.items() if isinstance(one, ReplicaStatus)}
 
     @property
     def engines(self) -> dict[str, EngineStatus]:
-        """What the engines do of those replicas that say so."""
+        """Statuses of the engines of the replicas that report one."""
         return {name: one.engine for name, one in self.told_replicas.items() if one.engine is not None}
 
     def _told(self, name: str, kind: type[S]) -> S | None:

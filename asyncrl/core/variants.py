@@ -104,8 +104,8 @@ class BackendFacts:
         takes_any_model: Whether it trains any Hugging Face model; else those of `core.config.models`.
         shards_weights: Whether its ranks share weights and gradients too, in fp32; `learner.offload` moves
             them to the host as well then.
-        lacks: Options of `learner` that do nothing with it: `name`, or `name: value` for one value.
-        hint: What it does instead; empty where another backend has the option.
+        lacks: Options of `learner` without effect for it: `name`, or `name: value` for one value.
+        hint: Its substitute for them; empty where another backend has the option.
         gpu_environment: Variables of a rank's process on a GPU.
     """
 

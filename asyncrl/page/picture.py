@@ -11,7 +11,7 @@ from asyncrl.page.pipeline import Edge, Node
 
 
 class Pace(TypedDict):
-    """Who holds the run up: its box, a title, why, and whom the learner waits for."""
+    """Bottleneck of the run: its box, a title, the reason, and the service that the learner waits for."""
 
     node: str
     title: str
@@ -20,7 +20,7 @@ class Pace(TypedDict):
 
 
 class Obstacle(TypedDict):
-    """What keeps the run from its next step."""
+    """Obstacle to the run's next step."""
 
     node: str
     service: str
@@ -88,7 +88,7 @@ class Service(TypedDict):
 
 
 class Event(TypedDict):
-    """What happened at a time, in seconds of the wall clock."""
+    """Event at a time, in seconds of the wall clock."""
 
     time: float
     kind: str

@@ -24,7 +24,7 @@ class Node(TypedDict):
 
 
 Edge = TypedDict("Edge", {"from": str, "to": str, "rate": str, "unit": str, "is_moving": bool})
-"""What flows out of a box."""
+"""Flow out of a box."""
 
 
 def node_of(who: str) -> str:

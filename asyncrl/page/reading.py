@@ -1,4 +1,4 @@
-"""Reads what a page shows beyond the snapshot out of the run's folder, a little at a time.
+"""Incremental reader of the run's folder, for what the page shows beyond the snapshot.
 
 Owns how much is read: of metrics a sample of what was there before and then what is new, of the journal
 the newest payloads. It changes nothing, and needs neither the ledger's events nor the learner.

@@ -54,7 +54,7 @@ def view_of(snapshot: Snapshot, rates: Mapping[str, float] | None = None) -> Vie
 
     Args:
         snapshot: Of the supervisor.
-        rates: What flows between the boxes of the pipeline, by `pipeline.counters_of`.
+        rates: Flows between the boxes of the pipeline, by `pipeline.counters_of`.
     """
     snapshot = shown(snapshot)
     state = snapshot.state

@@ -38,7 +38,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Measured:
-    """What the rows of a window say, in the words of `Outcome`."""
+    """Figures of a window of rows, in the words of `Outcome`."""
 
     num_steps: int
     step_s: float

@@ -22,10 +22,10 @@ SLOW_REWARDS = ("model", "math_verify", "format")
 
 
 def find_caveats(config: Config, setting: Setting, rates: Rates, most_steps: int) -> Iterator[str]:
-    """Yield a line for everything that the figures do not hold.
+    """Yield a line for each aspect that the simulation leaves out.
 
     Args:
-        most_steps: What happens less often than once in so many is not simulated.
+        most_steps: Length of the simulation; rarer events are not simulated.
     """
     yield from _find_in_rollout(config, setting, rates)
     yield from _find_in_learner(config, setting, rates)

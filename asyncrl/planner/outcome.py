@@ -35,7 +35,7 @@ class Outcome:
         stall_share: Of the time, the learner stood still for a checkpoint; num_skipped of them were left out.
         num_evaluations: That ended, else those under way at the end; evaluation_s: from the order to the end
             of one, as a mean.
-        residue: What does not add up in the ledger's account; 0.
+        residue: Of the ledger's accounting laws; 0 if they hold.
         num_events: Of the simulation.
     """
 

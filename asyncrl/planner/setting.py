@@ -33,7 +33,7 @@ NEVER = float("inf")
 UNLIMITED = 1 << 30
 """Requests at once: a scripted engine has no queue."""
 LEASE_WAIT_S = 600.0
-"""How long a call for leases lies at the buffer; one for a batch does until there is one."""
+"""Time that a lease call waits at the buffer; a call for a batch waits until there is one."""
 HEARTBEAT_S, SILENCE_S, DEAD_S = 60.0, 180.0, 1800.0
 """Of members of weight sync and the publisher; as of `weight_sync.protocol.rounds.Timing`."""
 TICK_S, WATCH_S = 2.0, 300.0
@@ -49,7 +49,7 @@ class LengthsModel(Lengths):
 
 @dataclass(frozen=True)
 class Setting:
-    """What the actors know of the run.
+    """Settings of the run that the actors use.
 
     Attributes:
         ledger, fleet: The rules of the real ledger, and of the real fleet machine.

@@ -32,11 +32,11 @@ SAFE_LAG_SOURCE = "AReaL (arXiv 2505.24298) saw accuracy hold up to a lag of 4"
 
 @dataclass(frozen=True)
 class Choice:
-    """One point of the sweep: what differs, and what came of it.
+    """One point of the sweep: the value that differs, and its outcome.
 
     Attributes:
         axis: `max_lag`, `replicas` or `split`.
-        learner_share: What the learner has of the hardware that it has now.
+        learner_share: Factor on the learner's present hardware.
     """
 
     axis: str
@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def label(self) -> str:
-        """What differs."""
+        """Label of the value that differs."""
         if self.axis == "split":
             return f"{self.replicas} replicas, learner x {self.learner_share:.2g}"
         return f"{self.axis} {getattr(self, self.axis)}"
@@ -97,7 +97,7 @@ def sweep(
     """Simulate other bounds, other numbers of replicas, and other splits of the same hardware.
 
     Args:
-        learner_units: What the learner takes, in replicas' worth of hardware; None where it cannot be split.
+        learner_units: The learner's hardware, in replicas' worth; None where it cannot be split.
         steps: To simulate at least.
     """
     choices: list[Choice] = []

@@ -1,8 +1,8 @@
-"""The virtual world: a clock, a network, and actors that have no other way to affect one another.
+"""Discrete-event simulator: virtual clock, network and actors; actors interact only by messages.
 
 Owns the order of events. There are no threads and no wall clock; all chance comes from the seed, so the
-same seed makes the same history. Invariants: time never goes back; of two events at one time the one that
-was asked for first happens first; nothing reaches an actor that is dead.
+same seed makes the same history. Invariants: time never goes back; events of equal time happen
+in the order in which they were scheduled; no message reaches a dead actor.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, Protocol
 
 Args = Mapping[str, Any]
 Then = Callable[[Args], None]
-"""Takes an answer."""
+"""Callback that receives the reply to a call."""
 Observer = Callable[[float, str, Args], None]
 ANSWER = "answer"
 
 
 class Message(NamedTuple):
-    """What one actor says to another. `call`: an answer to it is told apart by this number; 0 for none."""
+    """Message between actors. `call`: correlation id of the reply; 0 if none is expected."""
 
     op: str
     args: Args
@@ -28,7 +28,7 @@ class Message(NamedTuple):
 
 
 class Network(Protocol):
-    """Decides when a message arrives."""
+    """Delivery model: decides when a message arrives."""
 
     def deliver(self, src: str, dst: str, message: Message, now: float) -> list[float]:
         """Return after how many seconds each copy arrives: none if it is lost, two if it is doubled."""
@@ -46,14 +46,14 @@ class Reliable:
 
 
 class World:
-    """Time, mail, and who lives.
+    """Simulator state: virtual time, messages in flight, live actors.
 
     Attributes:
         now: Virtual seconds.
         network: May be replaced at any time.
-        random: The dice of everybody in this world.
-        disk: What outlives actors, by name of its owner.
-        observers: Called with (time, what happened, its figures); see `note`.
+        random: Random generator shared by all actors.
+        disk: Persistent state by actor name; it survives a kill.
+        observers: Called with (time, kind of event, its figures); see `note`.
     """
 
     def __init__(self, seed: int, network: Network | None = None) -> None:
@@ -78,14 +78,14 @@ class World:
         self.at(self.now + delay_s, call, *args)
 
     def start(self, actor: Actor) -> None:
-        """Bring an actor to life; one that has its name dies."""
+        """Start an actor; kill a running actor of the same name first."""
         self.kill(actor.name)
         self.actors[actor.name] = actor
         self.note("start", name=actor.name)
         actor.begin()
 
     def kill(self, name: str) -> None:
-        """End an actor at once: what it knew is lost, but what is on its disk."""
+        """End an actor at once: its memory is lost; `disk` is kept."""
         actor = self.actors.pop(name, None)
         if actor is None:
             return
@@ -93,7 +93,7 @@ class World:
         self.note("kill", name=name)
 
     def send(self, src: str, dst: str, message: Message) -> None:
-        """Post a message; the network says when it arrives, if it does."""
+        """Send a message; the network decides when each copy arrives, if any does."""
         for delay_s in self.network.deliver(src, dst, message, self.now):
             self.after(delay_s, self._arrive, src, dst, message)
 
@@ -138,11 +138,11 @@ class World:
 
 
 class Actor:
-    """One process. All it does is done in `begin`, `receive` and what they ask for with `after` and `call`.
+    """One process. It acts only in `begin`, `receive` and callbacks that these pass to `after` and `call`.
 
     Attributes:
         name: As of the service, "rollout.3".
-        incarnation: How many processes have had the name before.
+        incarnation: Number of processes that have had the name, this one included.
     """
 
     def __init__(self, world: World, name: str) -> None:
@@ -177,7 +177,7 @@ class Actor:
         self.world.call(self, dst, op, args, then)
 
     def tell(self, dst: str, op: str, **args: Any) -> None:
-        """Say something that needs no answer."""
+        """Send a message that needs no reply."""
         self.world.send(self.name, dst, Message(op, args))
 
     def answer(self, dst: str, call: int, **args: Any) -> None:

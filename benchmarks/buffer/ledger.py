@@ -35,7 +35,7 @@ NUM_IN_FLIGHT = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How long the measurement is."""
+    """Sizes of the measurement."""
 
     fleets: tuple[int, ...] = (10, 100, 1000, 10_000)
     num_groups: int = 20_000

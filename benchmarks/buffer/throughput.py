@@ -51,7 +51,7 @@ SHORT_TURN_S = 0.8
 ROUNDS = 3
 OURS = ("none", "file", "redis")
 CEILINGS = {"none": "pipe", "file": "pipe", "redis": "xadd"}
-"""What each of ours goes over."""
+"""Transport below each of asyncrl's journals, which bounds its throughput."""
 LOAD = 0.5
 """Share of its own rate that a system is offered when latencies are taken."""
 JUDGED = ("4k", "1x1")
@@ -66,7 +66,7 @@ class System:
         way: Module and class of the way.
         role: `ours`, `ceiling`, `peer` (one of the four of the target) or `guest`.
         is_grouped: An entry is a group, else a trajectory. Ours and the ceilings carry groups.
-        packages: What its own environment holds; empty: ours.
+        packages: Packages of its own environment; empty: ours.
     """
 
     title: str

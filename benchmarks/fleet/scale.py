@@ -41,7 +41,7 @@ PARTS = ("live", "virtual", "sockets", "sync", "saturation")
 FLEETS, QUICK_FLEETS = (8, 64, 512, 4096), (8, 512)
 SOCKET_FLEETS, QUICK_SOCKET_FLEETS = (8, 64, 512), (8, 128)
 LOADS = {"learner waits": 0.8, "replicas wait": 1.25}
-"""What the learner takes for a step over what the fleet takes to generate it."""
+"""Ratio of the learner's time for a step to the fleet's time to generate it."""
 ROUNDS = 3
 TRAJECTORIES, SYNCS = 8192, 1024
 """Of a fleet in virtual time, and members that a version reaches in each round, at least."""

@@ -27,7 +27,7 @@ TARGET_SPEED, TARGET_MEMORY = 1.0, 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured, and how often."""
+    """Sizes of the measurement, and the number of turns."""
 
     vocab_size: int = 151_936
     hidden_size: int = 2048

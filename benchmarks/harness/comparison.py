@@ -3,11 +3,11 @@
 Reads files of rows, `metrics.jsonl` of a run, and the lines that verl's console logger prints
 (`step:N - name:value - …`), so that a run can be held against one of verl. Owns the rule for noise: two
 medians differ only if they do by more than the noise of both (`rows.noise_of_median`, at 95 %), added in
-squares; of many values with no difference about one in twenty is still said to differ. Fewer than
-four samples, or an unknown number of them, tell no noise, and the line says that. The rule takes samples to
-be independent: those of steps that drift together swing more than it says, and where they are the steps of
-one run it knows nothing of how runs differ, which is said too. Owns also what of a log is no figure: its
-steps that warm up, its clocks and its counters.
+quadrature; of many values without a difference about one in twenty is still reported to differ. With fewer
+than four samples, or an unknown count, noise is not estimated and the row says so. The rule assumes
+independent samples: autocorrelated steps vary more than estimated, and steps of one run do not show
+run-to-run variance, which a message says. Defines which log entries are excluded: warm-up steps, timestamps
+and cumulative counters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.harness.ratios import Ratio
 from benchmarks.harness.rows import MIN_SAMPLES, Row, RowFile, noise_of_median
 
 RUN = "run"
-"""The benchmark that the lines of a log are: one row, its samples the steps."""
+"""Benchmark name of a log: it becomes one row, with its steps as samples."""
 OF_STEPS = (RUN, "pipeline", "scale", "gpu.end_to_end")
 """Benchmarks whose samples are steps of one run."""
 WITHIN_ONE_RUN = "noise within one run each: repeat both to know that between runs"
@@ -44,11 +44,11 @@ NOT_FIGURES = re.compile(
     r"|weights/(version|published|bytes_sent|rounds|rounds_failed|failed/.+|culprits|deferred|skipped"
     r"|missed_swaps|failed_loads)"
 )
-"""Of a log: clocks, and counters that grow as long as the run does."""
+"""Log entries that are excluded: timestamps, and counters that grow as long as the run does."""
 NOT_ALIKE = {
     "perf/throughput": "a run's is per learner rank, verl's per GPU of the whole job",
 }
-"""What a run and verl call by the same name and count differently; docs/from-verl.md lists what differs."""
+"""Metrics that asyncrl and verl name alike but define differently; docs/from-verl.md lists them."""
 _STEP = re.compile(r"(?<!\w)step:(\d+)((?: - [^\s:]+:\S+)+)")
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?inf|nan"
 _PAIR = re.compile(rf" - ([^\s:]+):(?:np\.\w+\()?({_NUMBER})\)?(?= - |\s|$)")
@@ -57,7 +57,7 @@ _HEADS = ("processor", "cores", "gpu", "gpus")
 
 @dataclass(frozen=True)
 class Measured:
-    """What one side of a comparison is.
+    """One side of a comparison.
 
     Attributes:
         form: `OF_ROWS`, `OF_RUN` or `OF_VERL`; of the latter two no hardware, versions and command.
@@ -137,7 +137,7 @@ def compare(ones: Sequence[Row], others: Sequence[Row], left_out: Collection[str
 
 
 def not_alike(one: Measured, other: Measured) -> dict[str, str]:
-    """Return the names that both sides have for different things, with what they are."""
+    """Return the metrics that both sides name alike but define differently, with the difference."""
     return NOT_ALIKE if {one.form, other.form} == {OF_RUN, OF_VERL} else {}
 
 
@@ -183,7 +183,7 @@ def _differing(
 
 
 def _differing_work(ones: Sequence[Row], others: Sequence[Row]) -> Iterator[str]:
-    """Yield what seeds differ, and how many cases only one side has."""
+    """Yield the seeds that differ, and the number of cases that only one side has."""
     one, other = {_key(row): row for row in ones}, {_key(row): row for row in others}
     both = [key for key in one if key in other]
     seeds = [(one[key].seed, other[key].seed) for key in both if one[key].seed != other[key].seed]
@@ -231,7 +231,7 @@ def _key(row: Row) -> str:
 
 
 def _ratio(one: Row, other: Row, value: str) -> Ratio:
-    """Return the ratio with the noise of both medians together, or why that is not known."""
+    """Return the ratio with the combined noise of both medians, or the reason why it is unknown."""
     figures = (one.values[value], other.values[value])
     if any(value not in row.spread for row in (one, other)):
         return Ratio(one, value, *figures, None, "measured once: noise unknown")

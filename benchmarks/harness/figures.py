@@ -35,7 +35,7 @@ CASE_NAMES = frozenset(
     }
 )
 SKIPPED = frozenset({"benchmark", "machine", "seed", "code"})
-"""What the file or the row has a place of its own for."""
+"""Names that the file or the row has a field for."""
 MAX_TEXT_CHARS = 64
 """Of a text that says what was measured; a longer one is an explanation."""
 

@@ -102,7 +102,7 @@ def report(
 
     Args:
         given: The parsed arguments of a `make_parser`.
-        rows: What `--json` writes beside all figures; without them, rows are made of the figures.
+        rows: Rows that `--json` writes beside all figures; by default they are made of the figures.
     """
     print(table(results))
     if given.json is not None:

@@ -28,7 +28,7 @@ _PARTS = ("bench", "case", "values", "where")
 
 @dataclass(frozen=True)
 class Directive:
-    """Which rows of a file are shown, and which of their columns; empty means all."""
+    """Selection of a file's rows and of their columns; empty means all."""
 
     file: str
     bench: str = ""

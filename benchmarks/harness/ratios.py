@@ -12,9 +12,9 @@ class Ratio:
     """One value of both sides.
 
     Attributes:
-        noise: How far the difference of two equal medians may be from 0, in the value's unit; None if that is
-            not known.
-        unknown: Why it is not.
+        noise: Distance from 0 that the difference of two equal medians may have, in the value's unit; None
+            if unknown.
+        unknown: Reason for that.
     """
 
     row: Row

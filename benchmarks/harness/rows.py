@@ -36,7 +36,7 @@ _MEDIAN_OVER_MEAN = 1.25
 _MANY = 1000
 """Samples beyond which their number does not change what spread is expected."""
 Case = Mapping[str, str | int | float]
-"""What was measured, by name; two rows with the same benchmark and case can be compared."""
+"""Parameters of a measurement, by name; two rows with the same benchmark and case can be compared."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class RowFile:
 
     Attributes:
         taken: ISO 8601, in UTC.
-        figures: What the benchmark itself knows beyond its rows: every sample.
+        figures: The benchmark's own figures beyond its rows: every sample.
     """
 
     hardware: dict[str, str | int]

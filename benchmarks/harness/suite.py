@@ -44,12 +44,12 @@ Runner = Callable[[Sequence[str], float], "tuple[int, str]"]
 
 @dataclass(frozen=True)
 class Result:
-    """How one benchmark ended.
+    """Result of one benchmark.
 
     Attributes:
-        verdict: Its last line: the worst ratio to a target; or why there is none.
-        rows: What it measured; none if it failed.
-        is_left_out: It was never begun, for want of time.
+        verdict: Its last line: the worst ratio to a target, or the reason why there is none.
+        rows: Its measured rows; none if it failed.
+        is_left_out: It was not started, for lack of time.
     """
 
     name: str

@@ -39,7 +39,7 @@ TARGET_SPEED_UP, TARGET_ERROR = 2.0, 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large the measurement is; lengths are cut at `max_response_tokens`."""
+    """Sizes of the measurement; lengths are cut at `max_response_tokens`."""
 
     num_groups: int = 8
     group_size: int = 8

@@ -60,7 +60,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much is measured; `num_rows` rows, each of `num_tokens` positions where lengths are equal."""
+    """Sizes of the measurement; `num_rows` rows, each of `num_tokens` positions where lengths are equal."""
 
     shapes: tuple[Shape, ...]
     num_rows: int = 8

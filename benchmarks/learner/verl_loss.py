@@ -53,7 +53,7 @@ _STAND_INS = {
     "verl.workers.config": ("ActorConfig",),
     "verl.workers.config.actor": ("PolicyLossConfig",),
 }
-"""What is imported for annotations, or for functions that are not measured here."""
+"""Names that verl imports for annotations, or for functions that are not measured here."""
 
 Stage = Callable[[], None]
 
@@ -83,7 +83,7 @@ class LossBatch:
 
 @dataclass
 class Outcome:
-    """What a side computed last: advantages and weights of all positions, the loss and its gradient."""
+    """Last results of a side: advantages and weights of all positions, the loss and its gradient."""
 
     advantages: torch.Tensor | None = None
     weights: torch.Tensor | None = None
@@ -187,7 +187,7 @@ def verl_stages(functions: VerlFunctions, batch: LossBatch) -> tuple[dict[str, S
 
 
 class _ActorSettings:
-    """What verl's loss reads of its actor's configuration."""
+    """Fields of its actor's configuration that verl's loss reads."""
 
     clip_ratio = CLIP.low
     clip_ratio_low = CLIP.low

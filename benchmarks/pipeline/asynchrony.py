@@ -61,7 +61,7 @@ MAX_EXPOSED_SHARE = 0.05
 Figures = dict[str, Any]
 Say = Callable[[str], None]
 Take = tuple[str, Callable[[], list[Figures]]]
-"""What a run is called, and what measures the cases in it."""
+"""Name of a run, and the function that measures its cases."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -158,7 +158,7 @@ def _measure_alone(case: Case, quick: bool, task: Path, folder: Path, say: Say) 
     """Return the figures of a case that has a run of its own.
 
     Raises:
-        ConfigError: What the case asks for is refused.
+        ConfigError: The configuration of the case is refused.
         ServiceFailed: A service of the run ended, or made no steps.
     """
     steps = (QUICK_STEPS if quick else STEPS)[case.engine][case.way not in SYNCHRONOUS]

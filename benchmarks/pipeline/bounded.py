@@ -23,7 +23,7 @@ NUM_STEPS, NUM_SETTLING = 1000, 20
 
 @dataclass(frozen=True)
 class Work:
-    """What is generated and trained, and how fast.
+    """Work to generate and train, and its speeds.
 
     Attributes:
         slots: Answers that are decoded side by side.

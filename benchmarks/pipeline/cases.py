@@ -41,7 +41,7 @@ FOREVER = 1_000_000
 
 @dataclass(frozen=True)
 class Setting:
-    """What generates and trains, and how much.
+    """Engine of a case, and its amount of work.
 
     Attributes:
         mean_tokens: Of a response, whatever the skew (before it is cut at `max_tokens`).

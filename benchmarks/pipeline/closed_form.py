@@ -29,7 +29,7 @@ class Split:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What one step is made of, in seconds, on all cores.
+    """Times of one step's parts, in seconds, on all cores.
 
     Attributes:
         generation_s: g, at the rate of a full engine.

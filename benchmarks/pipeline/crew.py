@@ -52,7 +52,7 @@ LAUNCHER = ("buffer.0", "weight_sync.0", "publisher.0")
 
 @dataclass(frozen=True)
 class Placement:
-    """How a service is run: `factory` in place of its own, on these cores alone (empty: on any)."""
+    """Placement of a service: `factory` in place of its own, on these cores alone (empty: on any)."""
 
     factory: str = ""
     cores: frozenset[int] = frozenset()

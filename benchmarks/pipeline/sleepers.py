@@ -46,7 +46,7 @@ LOOK_BACK_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Pace:
-    """How long things take.
+    """Speeds of the sleeping engine and model.
 
     Attributes:
         tokens_per_s: Of each of the engine's requests.

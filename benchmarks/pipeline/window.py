@@ -21,10 +21,10 @@ ESS = "rollout_corr/rollout_is_eff_sample_size"
 
 @dataclass(frozen=True)
 class Sample:
-    """What the replicas said of themselves at `time_s` of the wall clock, as in the learner's rows.
+    """Engine statuses of the replicas at `time_s` of the wall clock, as in the learner's rows.
 
     Attributes:
-        dropped_groups: That the buffer had dropped by then.
+        dropped_groups: Groups dropped by the buffer until then.
     """
 
     time_s: float
@@ -37,13 +37,13 @@ class Window:
     """The figures of consecutive steps.
 
     Attributes:
-        num_steps: How many.
+        num_steps: Number of steps.
         step_s: Mean seconds per step.
         tokens: Mean sampled tokens per step, masked ones included.
         trained_tokens: Mean tokens per step that entered the loss.
         training_s: t: mean seconds per step in which the model computed.
         busy_s: Mean seconds per step in which a replica had a request in flight, of one replica.
-        tokens_per_busy_s: What all replicas sampled in a second in which they were busy.
+        tokens_per_busy_s: Tokens that all replicas sampled per second in which they were busy.
         exposed_sync_s: Mean seconds per step that the learner spent on handing weights over, or waited to.
         step_samples_s: Each step's seconds.
         trained_samples_per_s: Each step's trained tokens per second.

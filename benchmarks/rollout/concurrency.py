@@ -31,7 +31,7 @@ MAX_SEQUENCES = 256
 STEP_S, PER_REQUEST_S, PER_PREFILL_TOKEN_S = 0.010, 0.00004, 0.00002
 """A decode step of a GPU: mostly reading the weights, a little for each request, and prompts by the token."""
 PERIOD_S = 0.5
-"""How often the controller looks."""
+"""Interval of the controller's checks."""
 FIXED = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 TARGETS = {"roomy": 0.95, "tight": 0.75}
 """Least share of the best fixed number. A cache that cannot hold a batch is `max_sequences` set too high."""
@@ -133,7 +133,7 @@ def _blocks(num_done: int) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one setting did: tokens/s, groups in flight on average, preemptions per 1,000 responses."""
+    """Outcome of one setting: tokens/s, groups in flight on average, preemptions per 1,000 responses."""
 
     tokens_per_s: float
     groups: float

@@ -48,7 +48,7 @@ LENGTHS: Mapping[str, Sequence[int]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How often each setting has a turn, its seconds of warm-up and of measurement, and on which mixes."""
+    """Number of turns of each setting, their seconds of warm-up and measurement, and the mixes."""
 
     num_turns: int
     warm_up_s: float

@@ -38,7 +38,7 @@ BUCKET_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """Which replicas, turns of each way, their seconds, and turns that compare prefixes."""
+    """Replicas, turns of each way, their seconds, and turns that compare prefixes."""
 
     replicas: tuple[str, ...]
     num_turns: int

@@ -16,7 +16,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Teeth:
-    """Where a series turned.
+    """Turning points of a series.
 
     Attributes:
         peaks: Each highest point before a fall, and the end of a last rise that is higher than all of them.

@@ -75,14 +75,14 @@ EVALUATED_EVERY = 25
 
 @dataclass(frozen=True)
 class Trend:
-    """How one label of the samples grows.
+    """Growth of one label of the samples.
 
     Attributes:
         first, last: Medians of the first and of the last block.
         per_step: Growth in the settled part over its steps.
         week: Growth in a week, or in `WEEK_STEPS` if these come sooner; 0 within the resolution.
         low, high: Interval of 95 % of `week`.
-        num_falls: How often the settled part has fallen; from `MIN_FALLS` on it is judged as a saw-tooth.
+        num_falls: Number of falls in the settled part; from `MIN_FALLS` on it is judged as a saw-tooth.
         highest: The highest value of the settled part.
     """
 

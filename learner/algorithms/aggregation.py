@@ -1,4 +1,4 @@
-"""From a loss per token to the loss of a minibatch (pure).
+"""Aggregation of the loss per token to the loss of a minibatch (pure).
 
 Every mode divides by numbers of the whole minibatch, so the parts over any cut into microbatches of
 whole rows, or over ranks, sum to the whole. The denominators count tokens as they were before any

@@ -205,7 +205,7 @@ class Objective:
         self, batch: PackedBatch, rows: Rows, over_ranks: Sum
     ) -> tuple[PackedBatch, dict[str, float]]:
         metrics: dict[str, float] = {}
-        # What is masked for its age still belongs to the trajectory: returns run through it.
+        # Tokens masked by age still belong to the trajectory: returns run through them.
         counted_N = batch.counted_N
         scores_R = batch.rewards_R
         is_last_N = (rows.remaining(counted_N) == 1) & (counted_N != 0)

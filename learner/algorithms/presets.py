@@ -70,7 +70,7 @@ class Correction:
         upper: Weights above are cut to it, or set to 0 if there is a lower bound (IcePop, MIS).
         lower: Weights below are set to 0; None truncates only (TIS).
         is_batch_normalized: Divide the weights by their mean.
-        rejection: Which tokens or rows are left out; a token stays if every option keeps it.
+        rejection: Rules that leave out tokens or rows; a token stays if every option keeps it.
     """
 
     is_bypass: bool = False

@@ -1,4 +1,4 @@
-"""Sharing sequences out so that every part has about the same work (pure).
+"""Balancing of sequences over parts, so that every part has about the same work (pure).
 
 Owns Karmarkar-Karp partitions, the planning of microbatches under a token budget, and the measures
 of how even a share-out is. Must never look at anything but lengths. Invariants: every index is in

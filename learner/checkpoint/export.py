@@ -1,6 +1,6 @@
 """`asyncrl export`: a checkpoint of a run as a Hugging Face folder, without starting anything.
 
-Reads the format, not the layout: whichever backend and ranks wrote the state. Must never touch the
+Reads checkpoints of any backend and any number of ranks. Must never touch the
 run. Invariant: the folder appears whole, or not at all.
 """
 

@@ -20,7 +20,7 @@ class RowRun:
 
     Attributes:
         local_row: First row in the local matrix.
-        num_rows: How many.
+        num_rows: Number of rows.
         name: Of the full parameter.
         shape: Of the full parameter.
         row: First row in the full parameter.

@@ -1,4 +1,4 @@
-"""Reads state that any layout of ranks wrote: what a rank wants, from whichever files hold it.
+"""Reader of checkpoint state written by any layout of ranks: a rank reads the pieces that it needs.
 
 Must never read more of a file than the pieces that overlap. Invariant: a piece is filled completely
 or CheckpointError is raised.

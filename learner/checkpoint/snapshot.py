@@ -42,8 +42,8 @@ class Snapshot:
     """The state of one rank on the host.
 
     Attributes:
-        layout: How the ranks cut the model; equal layouts resume bit by bit, generators included.
-        pieces: What this rank alone writes.
+        layout: Partition of the model over ranks; equal layouts resume bit by bit, generators included.
+        pieces: State that this rank alone writes.
         generators: States of this rank's random generators.
         extra: Plain values that are the same on every rank: the schedule's position, for example.
     """

@@ -80,8 +80,8 @@ class CheckpointStore:
 
     Args:
         root: Made if it is missing.
-        keep: How many of the newest stay.
-        keep_best: How many of those with the highest score stay besides. They are for export: the
+        keep: Number of the newest that stay.
+        keep_best: Number of those with the highest score that stay besides. They are for export: the
             journal forgets them, so that the groups after them need not be kept.
     """
 

@@ -136,7 +136,7 @@ class CheckpointKeeper:
 
     Args:
         commit: Makes the checkpoint known to the journal.
-        best_metric: What the store's best checkpoints are chosen by.
+        best_metric: Metric by which the store's best checkpoints are chosen.
         committed: Returns the steps whose checkpoints the journal knows; by default all that are there.
 
     `has_marked`: Of this process's writer; until it is set the marks are not looked for.

@@ -1,4 +1,4 @@
-"""Cutting a module over the ranks with `fully_shard`, and putting single tensors together again.
+"""Sharding of a module over the ranks with `fully_shard`, and gathering of single tensors.
 
 Every parameter is cut along its first dimension, in equal parts but for the last ones. Gradients are
 summed over ranks, in float32, and never divided: the loss is already a share of the whole. Invariant:

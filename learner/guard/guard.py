@@ -167,7 +167,7 @@ class Guard:
             if value is None:
                 continue
             finding = judge_value(signal, value, past, self._section.z_score)
-            # What is severe is not usual. Of several steps each counts: the median is not to stand still.
+            # Severe values enter the median over several steps, but not the usual range.
             past.add(step, value, is_usual=finding is None or not finding.is_severe)
             if finding is not None and not self._is_success(finding):
                 findings.append(finding)

@@ -1,4 +1,4 @@
-"""Lets the unmodified Megatron-core 0.16 run on a machine without CUDA.
+"""CPU adaptor: runs the unmodified Megatron-core 0.16 on a machine without CUDA.
 
 Owns: the name `torch` inside modules of `megatron.core`, which it rebinds to a stand-in whose
 factories put "cuda" tensors on the CPU and whose `torch.cuda` does nothing. Must never change torch

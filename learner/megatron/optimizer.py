@@ -67,7 +67,7 @@ class Updates:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        # What the last update left to fetch the forward pass fetches now, part by part.
+        # The forward pass now fetches, part by part, the weights that the last update left to fetch.
         self._is_behind = False
 
     def raise_offload(self) -> str:
@@ -85,7 +85,7 @@ class Updates:
 
         Args:
             may_step: Asked with the norm before clipping, if that is finite.
-            scale: What the loss was multiplied by.
+            scale: Factor of the loss.
         """
         for group in self.optimizer.optimizer.param_groups:
             group["lr"] = lr

@@ -1,4 +1,4 @@
-"""Runs microbatches through the stages of the model: Megatron's schedules, plain, 1F1B and interleaved.
+"""Schedule of microbatches through the model's stages: Megatron's plain, 1F1B and interleaved schedules.
 
 Owns the inputs of the model and where its outputs go. It must never divide a loss: losses are shares of
 the minibatch, gradients are summed. Invariant: all ranks of one copy of the model run the same number

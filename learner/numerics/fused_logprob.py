@@ -93,7 +93,7 @@ def fused_logprobs(
         weight_VH: This rank's rows of the output projection, padding included.
         labels_N: Token ids over the whole vocabulary, 0 to `vocab_size` - 1.
         vocab_size: Real entries of the whole vocabulary; those behind are padding.
-        temperature: What the sampler divided its logits by.
+        temperature: Divisor of the sampler's logits.
         group: The tensor-parallel group that the vocabulary is split over; None if it is not.
         chunk_tokens: Tokens of a tile; 0 takes what suits the device.
         reduce_hidden_grad: Whether the backward pass sums the gradient of `hidden_NH` over `group`.

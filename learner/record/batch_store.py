@@ -46,8 +46,8 @@ class RecordedStep:
         groups: Of this share, in the order in which they were fetched.
         metrics: Of the whole step; without what depends on the machine's time or memory.
         seed: `run.seed`.
-        share: Which share of the batch this is.
-        num_shares: Into how many the batch was cut.
+        share: Index of this share of the batch.
+        num_shares: Number of shares of the batch.
         settings: Of the configuration, those that training depends on; None if they were not recorded.
     """
 

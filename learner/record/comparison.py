@@ -33,7 +33,7 @@ class ComparedStep:
     Attributes:
         step: Learner step, from 0.
         num_metrics: That the run or the replay has.
-        num_different: How many of them differ: the first ones of `differences`.
+        num_different: Number of metrics that differ: the first ones of `differences`.
         differences: In the order of the recorded metrics, then the weights', then those of the state.
         has_weights: Whether the weights after the step were recorded, and so compared.
         has_state: Whether there is the run's checkpoint after the step, and what it holds was compared.

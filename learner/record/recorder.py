@@ -1,4 +1,4 @@
-"""Keeps what one rank trains on, beside training: a thread writes, the learner goes on.
+"""Recorder of one rank's training data: a thread writes while the learner continues.
 
   consumes: fetched groups, the step's order and metrics     waits for: room among `MAX_PENDING` steps
   unblocked by: the disk                                      produces: `<run>/record`
@@ -46,7 +46,7 @@ class Recorder:
     Args:
         share: This rank's, of `num_shares`. The rank of share 0 keeps the folder: it removes old steps.
         seed: `run.seed`, kept with every step.
-        max_stall_s: How long training may wait for the disk.
+        max_stall_s: Time that training may wait for the disk.
         settings: Those of this start of the run, kept for its steps.
     """
 

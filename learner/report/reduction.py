@@ -1,4 +1,4 @@
-"""From the values of updates and ranks to those of the step, by the rules of `asyncrl.core.metrics`.
+"""Reduction of values from updates and ranks to those of the step, by the rules of `asyncrl.core.metrics`.
 
 Invariant: a metric of two data-parallel ranks is the metric of their rows together, whatever their
 shares weigh.
@@ -48,7 +48,7 @@ def reduce_over_ranks(backend: Reducer, metrics: Mapping[str, float], weight: fl
     """Return the metrics of the whole step on every rank. Collective.
 
     Args:
-        backend: Whose data-parallel ranks take part.
+        backend: Its data-parallel ranks take part.
         metrics: Of this rank's share; the same names on every rank. `weight/<over>` says how much the share
             weighs in means over `<over>`; a `moment/` becomes the variance or correlation it is for.
         weight: Tokens of the share that count in the loss, for all other means.

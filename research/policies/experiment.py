@@ -32,7 +32,7 @@ RULES: dict[str, Callable[[Shape], Rule]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What is simulated.
+    """Setting of one simulation.
 
     Attributes:
         rule: A name of `RULES`.
@@ -65,7 +65,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long a cell is run: a warm-up, a window, both in steps, and once per seed."""
+    """Length of a cell: a warm-up and a window, both in steps, once per seed."""
 
     groups_per_step: int = 64
     warm_up_steps: int = 80

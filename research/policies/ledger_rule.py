@@ -105,7 +105,7 @@ class LedgerRule:
 
     @property
     def residue(self) -> int:
-        """What does not add up in the ledger's account; 0."""
+        """Residue of the ledger's accounting laws; 0 if they hold."""
         return take_census(self.ledger.state).residue
 
     def _renew(self, time: float) -> None:

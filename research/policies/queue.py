@@ -1,7 +1,7 @@
 """The queueing model: slots that sample, a learner that trains, and a rule between them (pure).
 
 Consumes lengths; waits for nothing but simulated time; unblocked by finished groups and trained steps;
-produces counts in a `Tally`. The loop never looks into the rule, and the rule never into the future.
+produces counts in a `Tally`. The loop uses only the `Rule` interface; a rule never sees a future event.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Queue:
         return len(self._published) - 1
 
     def run(self) -> Figures:
-        """Run until every group of the cohort is trained or dropped; return what was counted."""
+        """Run until every group of the cohort is trained or dropped; return the figures."""
         tally = self._tally
         while self.step < tally.last_step or not tally.is_complete:
             self._settle_drops()
@@ -60,7 +60,7 @@ class Queue:
         return tally.figures(duration, self._shape.groups_per_step, self._shape.max_lag)
 
     def _take_event(self) -> None:
-        assert self._events, "everyone waits for everyone"
+        assert self._events, "deadlock: no pending event"
         self._time, kind, number = heapq.heappop(self._events)
         if kind == TRAINED:
             self._finish_step()

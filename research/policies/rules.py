@@ -17,14 +17,14 @@ from research.policies.work import Shape, Work
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step trains: groups by number, without the tokens of versions below `lowest_version`."""
+    """Batch of a step: groups by number, without the tokens of versions below `lowest_version`."""
 
     numbers: tuple[int, ...]
     lowest_version: int = 0
 
 
 class Rule(Protocol):
-    """Who may start, and what is trained when."""
+    """Policy that admits groups and chooses each batch."""
 
     def admit(self, time: float) -> int | None:
         """Return the number of the group that a free slot begins with, None if nothing may start."""

@@ -46,7 +46,7 @@ COLUMNS = {
 }
 MOST_BIAS, MOST_EXTRA_IDLE, LAG_SHARES = 0.01, 0.01, {4: 0.75, 8: 0.4}
 LARGEST_RATIO = 99.0
-"""What a ratio counts as where a figure is perfect."""
+"""Value of a ratio where a figure is perfect."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from research.policies.work import Work
 
 @dataclass(frozen=True)
 class Figures:
-    """What a rule does.
+    """Figures of a rule.
 
     Attributes:
         violations: Trained tokens over the bound, as a share of the trained ones.

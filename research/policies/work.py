@@ -42,7 +42,7 @@ class Work:
 
     Attributes:
         number: Its name at the rule that admitted it.
-        num_tokens: How long it gets if nobody ends it early.
+        num_tokens: Its length if it is not ended early.
         started: When its first token was begun.
         start_step: Steps that the weights had seen by then.
         is_counted: It belongs to the cohort whose fate is measured.

@@ -61,7 +61,7 @@ MEASURED = {
 
 @dataclass(frozen=True)
 class Cell:
-    """Which method, at which lag, from which seed."""
+    """Method, lag and seed of one cell."""
 
     method: str
     lag: int
@@ -75,7 +75,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is the same in all cells. KL, ESS and entropy are measured every `measure_every` steps."""
+    """Settings that all cells share. KL, ESS and entropy are measured every `measure_every` steps."""
 
     num_steps: int
     evaluate_every: int = 25

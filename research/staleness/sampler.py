@@ -24,7 +24,7 @@ HIDDEN = -1e30
 
 @dataclass(frozen=True)
 class Shape:
-    """What the sampler reads of a model's `config.json`."""
+    """Fields of a model's `config.json` that the sampler reads."""
 
     num_layers: int
     num_heads: int

@@ -1,4 +1,4 @@
-"""Converts GSM8K's own jsonl (question, answer) into prompts, as verl's preprocessing does."""
+"""Converter of GSM8K's own jsonl (question, answer) into prompts, equal to verl's preprocessing."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Prompt:
     Attributes:
         row: Its row in the file, from 0.
         content: A chat (messages with `role` and `content`) or a plain string.
-        ground_truth: What the reward compares with; anything the file holds.
+        ground_truth: Reference for the reward; anything the file holds.
         data_source: verl's name of the data set; empty if the file names none.
         extra_info: Passed on to the reward function.
     """

@@ -72,7 +72,7 @@ class Completion:
     Attributes:
         token_ids: int32 [T], the end-of-sequence token included.
         logprobs: float32 [T], of the sampled tokens at the sampling temperature.
-        spans: Which version sampled which tokens, covering 0..T.
+        spans: Version that sampled each range of tokens, covering 0..T.
         finish_reason: `stop` (end of sequence or a stop string) or `length`.
     """
 

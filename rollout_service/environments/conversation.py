@@ -55,7 +55,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: With a chat template.
-        roles: Who speaks in observations: `user`, `tool`.
+        roles: Chat roles of observations: `user`, `tool`.
         tools: JSON schemas of functions, which prompts describe.
 
     Raises:

@@ -31,7 +31,7 @@ class Step:
     """Answer of an environment to one turn of the model.
 
     Attributes:
-        observation: What the model reads before its next turn; not used once `is_done`.
+        observation: Input of the model before its next turn; not used once `is_done`.
         is_done: Whether the episode ends here.
     """
 

@@ -1,4 +1,4 @@
-"""Finds environments by name or by `file.py:Class`, with their arguments.
+"""Registry of environments: found by name or by `file.py:Class`, with their arguments.
 
 Invariant: all that can be known to be wrong before an episode is a ConfigError here.
 """
@@ -38,8 +38,8 @@ class Episodes:
 
     Attributes:
         make: Makes an episode's environment from its prompt and seed.
-        max_turns: How often the model may speak.
-        roles: Who speaks in observations, where prompts are chats.
+        max_turns: Most turns of the model.
+        roles: Chat roles of observations, where prompts are chats.
         tools: JSON schemas of functions that chats describe to the model.
         opens: Whether an episode may begin with an observation. Chats are then tokenised without the
             beginning of an answer (`conversation.without_answer`): the opening comes before it.

@@ -60,7 +60,7 @@ class MultiTurn:
         episodes: Makes the environments, and says how many turns they have.
         reward: Judges the last answer of episodes whose environment gives no reward.
         has_chats: Whether any prompt is a chat; its tokenizer's template is then checked here.
-        overlong: What length does to the reward.
+        overlong: Penalty on the reward for length.
 
     Raises:
         ConfigError: The chat template cannot be used; see `conversation.ChatTemplate`.

@@ -54,7 +54,7 @@ def choose_extract(functions: Sequence[str]) -> Extract:
     """Return the rule of the first reward that has one, else the stripped text itself.
 
     Args:
-        functions: What `reward.fn` names, in order.
+        functions: Names in `reward.fn`, in order.
     """
     return next((EXTRACTS[name] for name in functions if name in EXTRACTS), _strip)
 

@@ -108,7 +108,7 @@ def tally_prompts(
     """Return the tallies of some prompts with `num_samples` answers each, by metric.
 
     Args:
-        names: What metrics call each source; others count in `held_out` alone.
+        names: Name of each source in metrics; others count in `held_out` alone.
     """
     whole = _tally_source(ALL, prompts, num_samples)
     tallies = dict(whole)

@@ -34,7 +34,7 @@ class Asked:
     Attributes:
         kind: A chat's messages, a text, or token ids.
         content: The messages as JSON texts, or the text alone.
-        frame: What else the prompt is made of: tools and the arguments of the template.
+        frame: Other inputs of the prompt: tools and the arguments of the template.
     """
 
     kind: Literal["chat", "text", "ids"]

@@ -81,7 +81,7 @@ class Admitted:
     """A request that passed the rules.
 
     Attributes:
-        body: What vLLM gets: the request without the replaced parameters.
+        body: Body for vLLM: the request without the replaced parameters.
         overridden: Names of the replaced parameters, sorted.
     """
 

@@ -81,7 +81,7 @@ def make_server(app: FastAPI, stop_deadline_s: float) -> uvicorn.Server:
     """Return the server of `app`, which calls `admit_connection`.
 
     Args:
-        stop_deadline_s: What answers in flight have to reach their clients when the server stops.
+        stop_deadline_s: Time for answers in flight to reach their clients when the server stops.
     """
     config = uvicorn.Config(
         app,

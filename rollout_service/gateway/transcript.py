@@ -24,9 +24,9 @@ class Turn:
 
     Attributes:
         prompt_ids: All ids that the model was given.
-        answer_ids: What it sampled, an end of sequence included.
+        answer_ids: Sampled ids, an end of sequence included.
         logprobs: Of the answer's tokens.
-        spans: Which version sampled which of the answer's tokens.
+        spans: Version that sampled each range of the answer's tokens.
         finish_reason: `stop` or `length`.
         text: The answer as the client got it.
         stop: The stop string that ended it, which is among its ids and not in its text.

@@ -45,7 +45,7 @@ class ReplicaSettings:
     Attributes:
         max_groups: Groups in flight with all of their samples; samples that have ended make room.
         lease_s: Lease time; see `asyncrl.buffer.rules.replica.renewal_interval_s`.
-        start_deadline_s: How long the buffer may take to answer for the first time.
+        start_deadline_s: Time limit of the buffer's first answer.
         resumes_partial: A drain hands the tokens of unfinished groups back, for another replica.
     """
 

@@ -1,4 +1,4 @@
-"""Calls a reward function with what it asks for, and lets nothing but a finite number out.
+"""Call of a reward function: passes the arguments that it declares, and accepts only finite numbers.
 
 Two forms are called: `score(response, ground_truth, **extra)` and verl's
 `compute_score(data_source, solution_str, ground_truth, extra_info)`, told apart by parameter names. Of

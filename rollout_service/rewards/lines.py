@@ -1,4 +1,4 @@
-"""Scores the lines of a file: `asyncrl score`.
+"""Scoring of the lines of a file: `asyncrl score`.
 
 Invariant: the target is written whole or not at all; the first line that cannot be read or scored ends it,
 by its number.

@@ -1,4 +1,4 @@
-"""From what `reward.fn` says to a reward: names, files, a model, a server, and sums of them.
+"""Registry of rewards: resolves `reward.fn` to functions by name or file, a model, a server, or their sum.
 
 Invariant: all that can be known to be wrong before a process is started is a ConfigError here.
 """
@@ -48,7 +48,7 @@ def load_reward(reward: RewardSection, folder: Path = Path()) -> TotalReward:
     """Return the reward of a run; nothing is started yet.
 
     Args:
-        folder: What paths of files are relative to.
+        folder: Base of relative paths of files.
 
     Raises:
         ConfigError: There is no such reward, or it does not take its arguments.

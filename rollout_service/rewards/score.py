@@ -70,7 +70,7 @@ class Score:
 
     Attributes:
         value: The reward.
-        parts: What it is made of, by name, before weighting.
+        parts: Parts of the reward by name, before weighting.
     """
 
     value: float

@@ -10,8 +10,8 @@ class Overlong:
 
     Args:
         max_tokens: The limit of an answer.
-        buffer_tokens: How long before the limit the penalty begins, 1 to `max_tokens`.
-        penalty: What is taken off at the limit.
+        buffer_tokens: Tokens before the limit at which the penalty begins, 1 to `max_tokens`.
+        penalty: Penalty at the limit.
 
     >>> overlong = Overlong(max_tokens=10, buffer_tokens=4, penalty=1.0)
     >>> overlong.shape(1.0, num_tokens=6), overlong.shape(1.0, num_tokens=9)

@@ -1,4 +1,4 @@
-"""Going on from an answer that another replica began.
+"""Continuation of answers that another replica began.
 
 Owns how a beginning and what followed it become one answer. Invariant: tokens, log-probs and versions of
 the beginning stay as they were recorded; nothing is sampled again.

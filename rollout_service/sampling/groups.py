@@ -1,4 +1,4 @@
-"""Generates groups: all samples of one grant at once, whole or not at all.
+"""Group generator: all samples of one grant at once, whole or not at all.
 
 Invariant: a group is made of exactly `group_size` trajectories, sample `i` with the seed that
 belongs to (run, ticket, i), whatever the attempt or the replica. Where the advantage wants one, sample
@@ -75,10 +75,10 @@ class GroupRunner:
         return count_free_groups(max_groups, per_group, num_unfinished)
 
     async def run(self, grant: LeaseGrant, carried: Group | None = None) -> Group:
-        """Return the grant's group; `is_complete` says whether it may be pushed, or only be carried.
+        """Return the grant's group; `is_complete` tells whether it may be pushed, or only be carried.
 
         Args:
-            carried: What an earlier attempt left, if it `fits`: whole samples are kept, begun ones go on.
+            carried: Partial group of an earlier attempt, if it `fits`: whole samples stay, others continue.
 
         Raises:
             Interrupted: The engine was interrupted before there was a token to keep.

@@ -37,7 +37,7 @@ def make_by_recipe(
     """Make `folder` unless it is complete, and return it.
 
     Args:
-        task: What it holds.
+        task: Name of the task.
         recipe: A dataclass: all that decides the content.
         fill: Puts the content into an empty folder, and returns what is worth noting in `task.json`.
 

@@ -63,8 +63,8 @@ class CoordinatorService:
     """See the module.
 
     Args:
-        run_dir: Where its rounds are journalled; None keeps no journal.
-        bounds: What a version may be.
+        run_dir: Folder of the journal of its rounds; None keeps no journal.
+        bounds: Limits of a version.
     """
 
     def __init__(

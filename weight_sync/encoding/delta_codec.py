@@ -1,4 +1,4 @@
-"""Carries buckets in the shorter of two forms: a head that says which, then that form.
+"""Delta codec: sends each bucket in the shorter of two forms, after a head that names the form.
 
 Owns what goes over a transport in a round with a base, on both sides. Never decides whether a bucket is
 right: its digest does, after the difference has been applied. A receiver whose base or whose bytes are not

@@ -1,4 +1,4 @@
-"""Writes what one rank holds of a version straight to its place in a mapped segment.
+"""Writer of one rank's parts of a version, straight into a mapped segment.
 
 A rank's *part* is a rectangle of a full tensor; it is copied as the view it is, in pieces that stay in
 the processor's cache. Owns the place of each part and the digests of *whole* buckets: those that

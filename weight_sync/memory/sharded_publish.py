@@ -1,4 +1,4 @@
-"""Several ranks of a learner write one version into one segment, each its own parts.
+"""Sharded publish: several learner ranks write one version into one segment, each its own parts.
 
 Owns the agreement on whether they can, the collectives once all have written, and who digests what.
 Every function that takes `collectives` is one: all ranks call it in the same order, and all come to the

@@ -1,9 +1,9 @@
-"""Writes one version into a segment, piece by piece, and digests each bucket on the way.
+"""Segment writer: copies one version piece by piece, and digests each bucket on the way.
 
 Owns the learner's mappings of segments and the order of copy and digest. A piece is digested while the
 copy still has it in the processor's cache: with pieces of 512 KiB, 100 MB took 1.2 times a plain copy
 (2.2 with one write and one digest per 64 MiB bucket; L2 of 2 MB).
-Invariant: what is digested is what the learner gave, so a copy that went wrong is found by a receiver.
+Invariant: digests are computed from the source tensors, so a receiver detects a corrupt copy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Place(Protocol):
 
 
 class MappedPlace:
-    """A segment of known size, mapped: nothing is called but memcpy."""
+    """A segment of known size, mapped: a write is a memcpy, without a system call."""
 
     def __init__(self, bytes_B: Bytes) -> None:
         self._bytes_B = bytes_B
@@ -79,8 +79,8 @@ class GrowingPlace:
 class Mappings:
     """The learner's mappings of the publisher's segments, kept from version to version.
 
-    A mapping made anew costs a page fault per 4 KiB, about half as long as the copy itself. The names of
-    segments are never used twice, so one that is gone is gone for good.
+    A new mapping costs a page fault per 4 KiB, about half as long as the copy itself. Segment
+    names are never reused, so a removed path never becomes valid again.
     """
 
     def __init__(self) -> None:

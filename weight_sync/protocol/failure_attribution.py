@@ -46,7 +46,7 @@ class FailureAttribution:
         self._state.note(_record(round_, now))
 
     def _judge_explained(self, members: list[Member], round_: Round, now: float) -> None:
-        """Members that said themselves what was wrong; bytes that are wrong for all were sent wrong."""
+        """Blame members that reported a cause; if the bytes are wrong for all, blame the publisher."""
         causes = {self._cause_of(member, round_) for member in members}
         is_everyone = len(members) > 1 and len(members) == len(round_.receivers)
         if is_everyone and causes == {DIGEST}:
@@ -57,7 +57,7 @@ class FailureAttribution:
             self._state.back_off(member, now)
 
     def _judge_rest(self, members: list[Member], round_: Round, now: float) -> None:
-        """Members that answered and cannot say what was wrong."""
+        """Blame among members that answered without a cause."""
         if not members or round_.culprits or round_.broken_by in BLAMELESS:
             return
         if len(round_.parts) == 1:
@@ -84,7 +84,7 @@ class FailureAttribution:
 
 
 def _kind(cause: str) -> str:
-    """Return the cause without what is special to one member: `refused: no room ...` is `refused`."""
+    """Return the cause without details of one member: `refused: no room ...` is `refused`."""
     return cause.partition(":")[0].replace(" ", "_")
 
 

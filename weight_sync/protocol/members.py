@@ -1,4 +1,4 @@
-"""The coordinator's picture of one member (pure).
+"""State of one member at the coordinator (pure).
 
 A member is a receiver, beside one engine. Its states and the allowed moves are one table.
 Invariant: there is no way from DEAD to READY but through SYNCING, and no one leaves SYNCING before its
@@ -48,7 +48,7 @@ class PublisherInfo:
     """The publisher as the coordinator knows it.
 
     Attributes:
-        is_missed: It has been blamed for its silence and has not spoken since.
+        is_missed: It was blamed for its silence and has not been heard since.
         started_ms: As in `Hello`.
     """
 
@@ -70,16 +70,16 @@ class Member:
         serving: Version number that the engine has loaded.
         fenced_until: Missed a deadline; its replica may take no leases before it serves this number.
         is_pinned: Held at its version for evaluation: no offers, no commits.
-        is_attended: A replica has asked for weights, so a commit will be taken up.
-        is_unheard: It came back from the dead and its replica has not spoken since: what the hello says
-            of it is not believed.
+        is_attended: A replica has asked for weights, so a commit will be performed.
+        is_unheard: It was DEAD and its replica has not reported since: the hello's statements about the
+            replica are not trusted.
         base: As in `ReceiverHello`.
         staging: Version number in transfer to it.
         staged: Verified version number that waits for its turn to swap.
         swapping: Version number that the engine was told to load.
         lone_rounds_left: Transfers broke or were late for no better known reason than it: so many that
             work it is served without others, who would wait for it.
-        num_buckets: How far it had come in the transfer that failed last.
+        num_buckets: Buckets received in the transfer that failed last.
         retry_at: No offers before this time.
     """
 
@@ -123,12 +123,12 @@ class Member:
 
     @property
     def is_listening(self) -> bool:
-        """Whether orders to it make sense."""
+        """Whether it can perform orders."""
         return self.state not in (MemberState.RETIRED, MemberState.DEAD)
 
     @property
     def may_fall_silent(self) -> bool:
-        """Whether its silence is news."""
+        """Whether its silence is worth a report."""
         return self.state in (MemberState.SYNCING, MemberState.READY, MemberState.PINNED)
 
     @property
@@ -176,7 +176,7 @@ class Member:
             self.num_parted = 0
 
     def forget_progress(self) -> None:
-        """Nothing that it holds, gets or was told to load counts any more."""
+        """Forget its staged version, its transfer and its swap."""
         self.staging = self.staged = self.swapping = None
 
     def fence(self, newest_number: int) -> None:
@@ -186,13 +186,13 @@ class Member:
             self.move(MemberState.SUSPECT)
 
     def hear_replica(self, is_attended: bool) -> None:
-        """Its replica has spoken, which makes what is known of it true."""
+        """Note a report of its replica: the member's state is trusted again."""
         self.is_unheard = False
         self.is_attended = self.is_attended or is_attended
         self.catch_up()
 
     def catch_up(self) -> None:
-        """It was heard from or has loaded: lift the fence and the suspicion if they no longer hold."""
+        """Lift the fence and the suspicion if they no longer hold, after a message or a load."""
         if self.fenced_until is not None and self.serving >= self.fenced_until:
             self.fenced_until = None
         has_weights = self.serving != UNLOADED and not self.is_unheard

@@ -1,4 +1,4 @@
-"""The other side of the protocol: what a peer makes of the orders that it gets (pure).
+"""Peer side of the protocol: rules by which a peer accepts orders (pure).
 
 Owns the newest coordinator's token that the peer has seen, the stages of its rounds, and its replica's pin.
 Holds no bytes: the receiver and the publisher do what is decided here.
@@ -29,7 +29,7 @@ class CoordinatorEpoch:
         self.token = 0
 
     def hear(self, token: int) -> EpochCheck:
-        """Judge who speaks; one that is newer is obeyed from now on."""
+        """Judge the sender's token; a newer coordinator is obeyed from now on."""
         if token < self.token:
             return EpochCheck.OLDER
         is_newer = token > self.token > 0

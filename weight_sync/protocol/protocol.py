@@ -1,6 +1,6 @@
 """The weight-sync protocol as a pure state machine: no I/O, time is an argument.
 
-Owns what becomes of each event; events come in through methods, orders go out through `take_orders`. What
+Owns the effect of each event; events come in through methods, orders go out through `take_orders`. What
 follows from events for the others is worked out when orders are taken or time passes, once for all events
 since: a thousand reports that come together cost one look at a thousand members, not a thousand.
 Each part keeps its own promises: `members` the states, `rounds` the rounds, `attribution` the blame,
@@ -81,7 +81,7 @@ class Coordination:
 
     @property
     def fences(self) -> dict[str, int]:
-        """Fenced members, with the version number until which; also those not back yet to be told so."""
+        """Fenced members, with the version number that ends the fence; also members that are not back yet."""
         own = {m.name: m.fenced_until for m in self.members.values() if m.fenced_until is not None}
         return {**self._inherited_fences, **own}
 
@@ -99,7 +99,7 @@ class Coordination:
 
     @property
     def culprit(self) -> str:
-        """The last peer that was blamed, and why."""
+        """The last blamed peer, and the cause."""
         return self._state.culprit
 
     @property
@@ -122,7 +122,7 @@ class Coordination:
         return self._state.take_orders()
 
     def take_records(self) -> list[Record]:
-        """Return what is to be logged and journalled since the last call, oldest first."""
+        """Return the records to log and journal since the last call, oldest first."""
         self._settle()
         return self._state.take_records()
 
@@ -162,7 +162,7 @@ class Coordination:
         return is_alive and info.started_ms < known.started_ms
 
     def _raise(self, member: Member) -> None:
-        """Take a member back that was thought dead; its replica must speak before it counts.
+        """Take back a member that was DEAD; it counts again after a report of its replica.
 
         Which the order makes it do; it is given again with each hello, for a hello discards older orders.
         """
@@ -302,7 +302,7 @@ class Coordination:
         """The member could not accept, receive or verify. Cause `transport` means a broken group.
 
         Args:
-            num_buckets: How many buckets had come.
+            num_buckets: Number of buckets received.
         """
         round_ = self._rounds.find(round_id)
         if round_ is not None and round_.parts.get(name) in (Part.OFFERED, Part.RECEIVING):
@@ -384,7 +384,7 @@ class Coordination:
         self._settle()
 
     def _forgive(self, now: float) -> None:
-        """A time in which this process did not run, and so did not even tick, is held against nobody."""
+        """Put all deadlines off by a time in which this process did not run."""
         away_s, self._ticked = (now - self._ticked if self._ticked is not None else 0.0), now
         if away_s <= self.timing.poll_s:
             return

@@ -1,4 +1,4 @@
-"""The rounds under way, from offer to end: who is asked, who is waited for, when it is over (pure).
+"""Active rounds, from offer to end: their members, pending answers, and outcome (pure).
 
 Owns the active rounds, one per lane, and the memberships. A round per version and set of members:
 offer → transfer → verify. Invariants: an offer is always of the newest published version; a membership
@@ -71,7 +71,7 @@ class RoundManager:
         return any(round_.parts.get(member.name) in OPEN_PARTS for round_ in self.active.values())
 
     def set_part(self, round_: Round, name: str, part: Part) -> None:
-        """Note what a member has done."""
+        """Note a member's progress."""
         round_.parts[name] = part
         if part in FINAL_PARTS:
             self._state.members[name].staging = None
@@ -91,14 +91,14 @@ class RoundManager:
                 self.break_up(round_, LEFT, now)
 
     def forget(self, name: str) -> None:
-        """Another process has the member's name: what the one before has done is not the new one's."""
+        """Drop the progress of a member's earlier process: a new process has its name."""
         self.groups.forget(name)
         for round_ in self.active.values():
             if round_.parts.get(name) in (Part.FAILED, Part.VERIFIED):
                 round_.parts[name] = Part.LEFT
 
     def check_publisher(self, now: float) -> None:
-        """A publisher that falls silent is named once; rounds that still need it end."""
+        """Blame a silent publisher once, and end the rounds that still need it."""
         publisher = self._state.publisher
         if publisher is None or publisher.is_missed or not self._state.is_silent(publisher.last_seen, now):
             return
@@ -110,13 +110,13 @@ class RoundManager:
             self._state.blame_publisher(SILENT)
 
     def leave_publisher(self, cause: str, now: float) -> None:
-        """The publisher is gone, and every group with it; no `cause` blames nobody."""
+        """Drop the publisher and every group; without a `cause` no peer is blamed."""
         self.groups.clear()
         for round_ in self.active.values():
             self._lose_publisher(round_, cause, now)
 
     def hear_publisher(self, round_: Round, began: float) -> None:
-        """The publisher has spoken of the round.
+        """Note a report of the publisher about the round.
 
         One that began to send when its time was over, at the earliest, or never, kept all waiting.
         """
@@ -127,10 +127,10 @@ class RoundManager:
         self._num_unanswered = 0
 
     def break_up(self, round_: Round, cause: str, now: float) -> None:
-        """The group is lost: ask all for a heartbeat; who sends none in time is the culprit."""
+        """Give the group up and ask all for a heartbeat; a member without one in time is the culprit."""
         if round_.is_broken:
             return
-        self.groups.drop(round_.membership)  # who has left may be in another round before this one ends
+        self.groups.drop(round_.membership)  # members that left may be in another round before this one ends
         round_.broken_at, round_.broken_by = now, cause
         round_.settle_until = now + self._state.timing.settle_s
         round_.causes[PUBLISHER] = cause
@@ -155,7 +155,7 @@ class RoundManager:
         wanting = [member for member in state.members.values() if member.may_be_offered(number, now)]
         if not wanting:
             return
-        # Who has left a round is not judged with it, and may be in another one before it ends.
+        # A member that has left a round is not judged with it, and may join another before it ends.
         busy = {name for round_ in self.active.values() for name in round_.parts if not round_.has_left(name)}
         able = [m for m in wanting if m.name not in busy and not state.is_silent(m.last_seen, now)]
         together = [member for member in able if not member.is_lone]
@@ -165,7 +165,7 @@ class RoundManager:
             self._offer(Lane.JOINERS, [member for member in together if not member.newest], now)
         if Lane.LONE not in self.active:
             lone = [member for member in able if member.is_lone]
-            # The one that came furthest first: it is the least likely to take all of its deadline.
+            # The member that came furthest first: it is the least likely to take all of its deadline.
             self._offer(Lane.LONE, sorted(lone, key=lambda member: -member.num_buckets)[:1], now)
 
     def _offer(self, lane: Lane, members: list[Member], now: float) -> None:
@@ -243,7 +243,7 @@ class RoundManager:
             self._miss_publisher(round_, round_.broken_at)
 
     def _miss_publisher(self, round_: Round, asked: float) -> None:
-        """The publisher has not answered an abort: it is gone, or, as it polls, busy, which happens once."""
+        """Judge a publisher that has not answered an abort: gone, or busy if it polls, allowed once."""
         publisher = self._state.publisher
         has_polled = publisher is not None and publisher.last_seen > asked
         self._num_unanswered += 1

@@ -1,6 +1,6 @@
 """One round: one version on its way to one set of members (pure).
 
-Owns who was offered, who accepted, who holds a verified copy, and who is to blame. A round only moves
+Owns the progress of each member and the attribution of a failure. A round only moves
 forward: OFFER → TRANSFER → closed; each phase has a deadline, and a broken group a shorter one.
 Invariant: from its offer to its end a round takes at most `Timing.deadline_s`.
 """
@@ -23,14 +23,14 @@ PUBLISHER_LOST, SUPERSEDED, LEFT, ABORTED = "publisher_lost", "superseded", "lef
 NEVER = -1.0
 """For how long a publisher has been sending that has not begun, in seconds."""
 ASKING_CAUSES = (TRANSPORT, DEADLINE)
-"""Causes for which the publisher may be the culprit as well as a member, so that both are asked."""
+"""Causes for which the publisher may be the culprit as well as a member, so both must answer."""
 
 
 class Lane(StrEnum):
     """Rounds run side by side, at most one in each lane; a member is in one, besides those it has left."""
 
     MAIN = "MAIN"
-    """Everyone who can take the newest version."""
+    """Lane of all members that can take the newest version."""
     JOINERS = "JOINERS"
     """Members that have nothing yet, while a main round runs: they do not wait for its end."""
     LONE = "LONE"
@@ -102,11 +102,11 @@ class Round:
     """See the module. `parts` is in rank order: the first member has rank 1.
 
     Attributes:
-        receivers: Who the transfer began with.
+        receivers: Members at the start of the transfer.
         until: End of the phase.
-        broken_at: When the group was given up; then all have until `settle_until` to answer.
+        broken_at: Time at which the group was given up; all members then answer by `settle_until`.
         has_publisher_spoken: The publisher was heard after that.
-        causes: Why a member, or under `PUBLISHER` the whole round, failed.
+        causes: Cause of failure of a member, or under `PUBLISHER` of the whole round.
     """
 
     id: int
@@ -147,14 +147,14 @@ class Round:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody is waited for any more."""
+        """Whether no answer is pending any more."""
         is_sending = self.phase is Phase.TRANSFER and self.sender is Sender.PENDING
         is_open = self.those(Part.OFFERED, Part.ACCEPTED, Part.RECEIVING)
         return not is_sending and not is_open and not self.awaits_publisher
 
     @property
     def has_spoilt_group(self) -> bool:
-        """Whether its group must not be used again: it broke, or one of it was told to give up."""
+        """Whether its group must not be used again: it broke, or one of its members was aborted."""
         return self.is_broken or any(self.parts[name] is Part.LEFT_OUT for name in self.receivers)
 
     def shift(self, seconds: float) -> None:

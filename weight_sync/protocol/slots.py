@@ -59,7 +59,7 @@ class Slots(Generic[S]):
         return next((slot for slot in self._slots if slot.is_writing), None) or self._free_slot()
 
     def _free_slot(self) -> S | None:
-        # The oldest: one that was just replaced may still be asked for.
+        # The oldest: a recently replaced version may still be requested.
         return min(self._unused(), key=lambda slot: slot.number, default=None)
 
     def _unused(self) -> list[S]:
@@ -152,7 +152,7 @@ class Copies(Generic[C]):
         return True
 
     def withdraw(self) -> None:
-        """Take back what was committed and not taken; it waits for another commit."""
+        """Take back a committed copy that was not taken; it waits for another commit."""
         older, self._committed = self._committed, None
         self._put_back(older, has_newer=self._verified is not None)
 

@@ -49,11 +49,11 @@ class CoordinationState:
         self._last_id = self.token << ID_BITS
 
     def order(self, to: str, what: Instruction) -> None:
-        """Have a peer told to do something."""
+        """Queue an instruction to a peer."""
         self._orders.append(Order(to, what))
 
     def forget_orders(self, to: str) -> None:
-        """Drop what a peer was ordered before its hello: whoever says that knows nothing of it."""
+        """Drop the orders to a peer from before its hello: a new process does not know them."""
         self._orders = [order for order in self._orders if order.to != to]
 
     def take_orders(self) -> list[Order]:
@@ -71,12 +71,12 @@ class CoordinationState:
         return records
 
     def next_id(self) -> int:
-        """Return a number that was never given before."""
+        """Return a number that was never returned before."""
         self._last_id += 1
         return self._last_id
 
     def is_silent(self, last_seen: float, now: float) -> bool:
-        """Tell whether who was seen at `last_seen` has not spoken for too long."""
+        """Tell whether a peer last heard at `last_seen` is silent for too long."""
         return now - last_seen >= self.timing.silence_s
 
     def blame(self, member: Member, cause: str, round_: Round | None = None) -> None:

@@ -1,4 +1,4 @@
-"""SwapScheduler to swap: which members may load a verified version now (pure).
+"""Swap scheduler: decides which members may load a verified version now (pure).
 
 Owns the queue of members that hold a verified copy. A permit is held from the commit to the report of
 the load, at most `deadline_s`.
@@ -76,12 +76,12 @@ class SwapScheduler:
             member.move(MemberState.SYNCING)
 
     def due_at(self) -> float:
-        """Return when `check_deadlines` has something to do; infinite while nobody swaps."""
+        """Return when `check_deadlines` has something to do; infinite while no member swaps."""
         swapping = (one.swap_until for one in self._state.members.values() if one.swapping is not None)
         return min(swapping, default=math.inf)
 
     def check_deadlines(self, now: float) -> None:
-        """Take the swap_scheduler back that were held for too long, and blame their holders."""
+        """Take back permits that were held for too long, and blame their holders."""
         for member in self._state.members.values():
             if member.swapping is not None and now >= member.swap_until:
                 self._state.counters["missed_swaps"] += 1

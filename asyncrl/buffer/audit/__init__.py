@@ -1,1 +1,1 @@
-"""Checking and reading a run's journal after the fact."""
+"""Audit of a run's journal: checks and reports, while the run lives or afterwards."""

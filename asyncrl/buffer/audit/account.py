@@ -138,7 +138,7 @@ class Tracer:
         }
 
     def begin_at(self, state: LedgerState) -> None:
-        """Add what a snapshot of the ledger says of the ticket, whose events are gone."""
+        """Add the ticket's state from a snapshot of the ledger, because its events are gone."""
         ticket = state.tickets.get(self.number)
         if ticket is None:
             if 0 < self.number <= state.num_issued:
@@ -150,7 +150,7 @@ class Tracer:
         self.moments.append(Moment(None, f"in the snapshot that the journal begins with: {_stand(ticket)}"))
 
     def take(self, timed: TimedEvent) -> None:
-        """Add what the event says of the ticket, if it does."""
+        """Add the event's information about the ticket, if it has any."""
         what = self._read(timed.event)
         if what:
             self.moments.append(Moment(timed.time_s, what))
@@ -202,7 +202,7 @@ class Tracer:
 
 
 def _stand(ticket: Ticket) -> str:
-    """Return what a ticket is, where nobody knows any more how it came about."""
+    """Return a ticket's state without its history, which is gone."""
     prompt = f"row {ticket.index} of source {ticket.source}, pass {ticket.pass_number}"
     parent = f", repeating ticket {ticket.parent}" if ticket.parent else ""
     step = f" (step {ticket.step})" if ticket.step >= 0 else ""

@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Row:
-    """One ticket as the events tell it.
+    """One ticket, according to the events.
 
     Attributes:
         state: `issued`, `leased`, `stored`, `reserved`, `trained`, `dropped`.

@@ -1,4 +1,4 @@
-"""Syncs of a journal's files, beside the thread that writes them: a slow disk delays nobody."""
+"""Syncs of a journal's files, beside the thread that writes them: a slow disk delays no reply."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class DiskSync:
         return True
 
     def sync_now(self, take_segments: Callable[[], list[int]]) -> bool:
-        """Sync on the calling thread, whatever the pace; return whether what was committed is safe now.
+        """Sync on the calling thread, whatever the pace; return whether all commits are on disk now.
 
         Segments that could not be synced are taken again by the next call.
         """

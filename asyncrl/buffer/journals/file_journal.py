@@ -60,12 +60,12 @@ LITTLE_BYTES = 1 << 20
 RETRY_S = 1.0
 """Between two tries to write to a disk that takes nothing."""
 SLOW_S = 5.0
-"""That one write may take before it is told."""
+"""Time that one write may take before it is reported."""
 EVENTS = "events.sqlite"
 
 
 class NotSynced(OSError):
-    """The disk did not sync what must be on it before it is acknowledged."""
+    """The disk failed to sync data that must be on it before an acknowledgement."""
 
 
 class FileJournal:
@@ -200,7 +200,7 @@ class FileJournal:
         return True
 
     def _write(self) -> None:
-        """Write what is kept, payloads first; each is kept until it is written."""
+        """Write the backlog, payloads first; each entry is kept until it is written."""
         for ticket, attempt in list(self._unwritten):
             self._segments.append(ticket, attempt, self._unwritten[ticket, attempt])
             del self._unwritten[ticket, attempt]
@@ -274,7 +274,7 @@ class FileJournal:
                 self._deletable = self._segments.unneeded()
 
     def _delete(self) -> None:
-        """Delete the files that nobody needs; what a read-only disk keeps is tried after the next sync."""
+        """Delete files that are not needed; a deletion that fails is retried after the next sync."""
         try:
             self._segments.delete(self._deletable)
         except OSError as error:

@@ -71,7 +71,7 @@ class Journal(Protocol):
     def need(self) -> Need: ...
 
     def recover(self) -> Recovery:
-        """Return what was committed."""
+        """Return the committed past."""
 
     def append(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> None:
         """Write a payload; a `commit` that returns True makes it durable."""
@@ -113,10 +113,10 @@ class Journal(Protocol):
         """Have `call` made, on any thread, when `tick` has something to do before `wake_at`."""
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Perform periodic work that is due."""
 
     def status(self) -> AnyJournalStatus:
-        """Return what there is to know of it."""
+        """Return the journal's status."""
 
     def obstacles(self) -> list[Obstacle]:
         """Return why it is away, while it is. Any thread may ask."""
@@ -134,7 +134,7 @@ def unpack_turn(number: int, data: bytes, digest: str) -> list[Event]:
     """Return the events of turn `number`.
 
     Raises:
-        CheckpointError: They are not what was written.
+        CheckpointError: The stored events are damaged.
     """
     try:
         return [unpack(values) for values in _open(f"turn {number}", data, digest)]
@@ -151,7 +151,7 @@ def unpack_snapshot(data: bytes, digest: str) -> dict[str, object]:
     """Return a snapshot.
 
     Raises:
-        CheckpointError: It is not what was written.
+        CheckpointError: The stored snapshot is damaged.
     """
     values: dict[str, object] = _open("the snapshot", data, digest)
     return values

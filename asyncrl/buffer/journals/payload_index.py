@@ -25,7 +25,7 @@ class PayloadIndex:
             self.add(ticket, attempt, rank)
 
     def add(self, ticket: int, attempt: int, rank: int) -> str:
-        """Take in a payload and return its name; what a lower rank wrote of this attempt is outdated."""
+        """Add a payload and return its name; an entry of this attempt by a lower rank is outdated."""
         ranks = self._ranks.setdefault(ticket, {})
         older = ranks.get(attempt, rank)
         if older != rank:
@@ -51,7 +51,7 @@ class PayloadIndex:
         return self._ranks.keys()
 
     def take_outdated(self) -> list[str]:
-        """Return the names that nobody needs, once."""
+        """Return the names that are not needed, once."""
         taken, self._outdated = self._outdated, []
         return taken
 

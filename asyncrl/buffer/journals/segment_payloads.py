@@ -1,7 +1,7 @@
-"""Reading of payloads in the segments of a file journal, at which a buffer may be at work.
+"""Reader of payloads in the segments of a file journal, which a live buffer may be writing.
 
-A payload may go away while one looks: then it is not found. Segments hold payloads for longer than the buffer
-needs them, because a segment is deleted whole; what is still there is found.
+A payload that is deleted during the read is not found. Segments hold payloads for longer than the buffer
+needs them, because a segment is deleted whole; such payloads are still found.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class SegmentFolder:
             self._delete_if_unused(number)
 
     def sync(self) -> None:
-        """Force what was appended to the disk."""
+        """Force appended records to the disk."""
         for descriptor in self.take_unsynced():
             self._sync_file(descriptor)
             os.close(descriptor)
@@ -190,7 +190,7 @@ class SegmentFolder:
                 self.delete(self.unneeded())
 
     def unneeded(self) -> list[int]:
-        """Return the numbers of the files that nobody needs and `delete` has not been told of."""
+        """Return the numbers of files that are not needed and were not passed to `delete`."""
         return list(self._unneeded)
 
     def delete(self, numbers: Sequence[int]) -> None:
@@ -210,7 +210,7 @@ class SegmentFolder:
             self._forget(older)
 
     def _scan(self, number: int) -> None:
-        """Index one file by its headers; cut what a killed process left half written."""
+        """Index one file by its headers; cut a record that a killed process left half written."""
         path = self._path(number)
         size, end = path.stat().st_size, 0
         with path.open("r+b", buffering=0) as file:

@@ -1,9 +1,9 @@
-"""Orders to evaluate, which ride on the ledger: each is cut into parts, handed to replicas (pure).
+"""Evaluation orders of the ledger: each is cut into parts, which are handed to replicas (pure).
 
-Owns who works on which part. The first replica whose weights have seen enough steps fixes the version of the
-order; the parts go to it and to whoever else serves that version, one at a time each. A part is free again
-when its replica retires or falls silent. If nobody works on an order, and who could take it serves a newer
-version, the order begins anew there.
+Owns the assignment of parts to replicas. The first replica whose weights have seen enough steps fixes the
+version of the order; its parts go to all replicas that serve that version, one at a time each. A part is free
+again when its replica retires or falls silent. If no replica works on an order, and one that could serves a
+newer version, the order begins anew there.
 
 Invariant: the parts of a result were answered at one version, each counted once.
 """
@@ -21,7 +21,7 @@ from asyncrl.core.metrics.tallies import Tally, add_up, conclude
 MAX_OPEN = 64
 """Orders that are not done: a lease looks at each."""
 REFUSED = "val-aux/num_refused"
-"""Parts whose result could not be used. What the others found is no figure of the whole, so it goes."""
+"""Parts without a usable result. The other parts are no figure of the whole, so they are dropped."""
 
 
 class EvaluationOrders:
@@ -58,14 +58,14 @@ class EvaluationOrders:
         return number
 
     def give(self, replica: str, version: int, evaluating: int | None) -> Part | None:
-        """Hand a part of the oldest fitting order to a replica that is at work on none, or return None.
+        """Hand a part of the oldest fitting order to a replica that works on none, or return None.
 
-        A part that this replica should be at work on, but is not, is handed to it again. A call may have
+        A part that this replica should work on, but does not, is handed to it again. A call may have
         waited while the replica went on: one of an older version than its part's is late and changes
         nothing; one of a newer version says that the replica has let go of it.
 
         Args:
-            version: What the replica serves. evaluating: The order that it is at work on.
+            version: Served by the replica. evaluating: The order that it works on.
         """
         versions = self._state.versions
         if evaluating is not None or version not in versions:
@@ -123,7 +123,7 @@ class EvaluationOrders:
         """Store the result of a part, and with the last one that of the order.
 
         Returns:
-            False for a result that nobody waits for: of an order that is done or began anew at another
+            False for a result that is not expected: of an order that is done or began anew at another
             version, or of a part that is done.
 
         Raises:

@@ -32,7 +32,7 @@ class Opened(NamedTuple):
 
 
 class Resumed(NamedTuple):
-    """`is_fork`: what follows is trained otherwise than before. `note`: what the learner must not forget."""
+    """`is_fork`: later steps are trained differently than before. `note`: values that the learner keeps."""
 
     token: int
     step: int
@@ -136,7 +136,7 @@ class EvaluationRequested(NamedTuple):
 
 
 class EvaluationGiven(NamedTuple):
-    """A part was handed to `replica`, or, where that is empty, taken back; `version` is what it serves."""
+    """A part was handed to `replica`, or, where that is empty, taken back; `version` is its served one."""
 
     id: int
     replica: str
@@ -145,7 +145,7 @@ class EvaluationGiven(NamedTuple):
 
 
 class EvaluationRestarted(NamedTuple):
-    """Nobody was left at its version: what was done of it is thrown away."""
+    """No replica was left at its version: its results are thrown away."""
 
     id: int
 

@@ -70,7 +70,7 @@ class VersionBook:
             self.forks[-1] = min(self.forks[-1], step)
 
     def step_of(self, number: int) -> int:
-        """Return the step whose weights version `number` is, in its own lineage."""
+        """Return the step of version `number`'s weights, in its own lineage."""
         return self._locate(number)[1]
 
     def is_abandoned(self, number: int) -> bool:
@@ -116,7 +116,7 @@ def _first_of(run: VersionRun) -> int:
 
 
 class Facts:
-    """All that the ledger knows.
+    """State of the ledger.
 
     Attributes:
         counts, dropped_reasons, num_given_up: Kept with each event, and in no snapshot: they follow from the
@@ -129,13 +129,13 @@ class Facts:
         deadlines: (deadline, ticket, attempt) of leases, a heap; entries of ended leases are skipped.
         by_step: Tickets reserved or trained, by step, in the order in which they were reserved.
         parts: Ids that one event reserved, by step, where its batch was not reserved at once.
-        paced_open_tickets: While a step trains, how many tickets may be open; 0 for no such limit.
-        replay_sizes: How many groups a step that a resume rewound had.
+        paced_open_tickets: Limit of open tickets while a step trains; 0 for none.
+        replay_sizes: Number of groups of each step that a resume rewound.
         held_bytes, carry_bytes: Bytes of payloads that count against memory; of carried work alone.
         floor_step: Steps below it are folded; no resume goes there.
         refused_steps: Trained steps some of whose groups were dropped: a replay cuts the others into other
             minibatches, and makes other weights.
-        note: What the last resume with a note said.
+        note: The note of the last resume that had one.
         freed, released: Tickets whose payload left memory, or is not needed any more at all; the
             store drains both.
     """

@@ -43,7 +43,7 @@ class ReplicaCommands:
         self._begin()
 
     def _begin(self) -> None:
-        """Set up what is no state: what the events do not determine, or what follows from them."""
+        """Set up attributes that are no state: independent of the events, or derived from them."""
         self.evaluations = EvaluationOrders(self.state, self._emit)
         self._events: list[ev.Event] = []
         self._order: PromptOrder | None = None
@@ -69,7 +69,7 @@ class ReplicaCommands:
         self._events.append(event)
 
     def describe_data(self, num_prompts: int, digest: str, sources: Sequence[tuple[int, float]] = ()) -> None:
-        """Set what the data is, or check that it is the same.
+        """Set the description of the data, or check that it is the same.
 
         Args:
             sources: (prompts, weight) of each source, if there are several.

@@ -1,4 +1,4 @@
-"""The ledger: who may generate what, what is trained when, and what became of every prompt (pure).
+"""The ledger: permits of generation, batches of steps, and the fate of every prompt (pure).
 
 Owns the rules. Time and facts come in as arguments, events come out of `drain_events`; there is no
 clock, no I/O and no logging. A command checks, then emits events; `LedgerState.apply` is the only
@@ -113,7 +113,7 @@ class Ledger(ReplicaCommands):
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything ever happened to it."""
+        """Whether it has any event."""
         return bool(self.state.num_prompts or self.state.token)
 
     def open(self, holder: str) -> int:
@@ -153,7 +153,7 @@ class Ledger(ReplicaCommands):
         Args:
             missing: Tickets of `tickets_from(step)` without a payload; they are generated again.
             is_fork: They are trained otherwise than before, so that no later weights come out the same.
-            note: What `open` is to tell the next learner; without one, the last note stays.
+            note: Told by `open` to the next learner; without one, the last note stays.
             refused: Tickets of `tickets_from(step)` to drop as `guard`.
 
         Raises:
@@ -211,7 +211,7 @@ class Ledger(ReplicaCommands):
     def grant(
         self, replica: str, version: int, want: int, evaluating: int | None, now: float
     ) -> tuple[list[Grant], Part | None] | None:
-        """Return what a replica's call for leases is answered, None while there is nothing for it.
+        """Return the answer to a replica's call for leases, None while there is no work for it.
 
         Args:
             evaluating: As of `Evaluations.give`; the others and errors are those of `lease`.
@@ -325,7 +325,7 @@ class Ledger(ReplicaCommands):
         return self._complete_since + self.settings.max_wait_s if is_waiting else math.inf
 
     def _drop_over_age(self, step: int) -> None:
-        """Drop what is stored and over age at `step`; a prompt's last generation is left to the mask."""
+        """Drop stored groups over age at `step`; a prompt's last generation is left to the mask."""
         state, settings = self.state, self.settings
         is_judged = self._judged_step == step
         for number in sorted(self._unjudged if is_judged else state.stored):

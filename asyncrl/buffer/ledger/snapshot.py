@@ -1,7 +1,7 @@
 """The ledger's state as plain values, and back (pure).
 
 Owns the form of a snapshot: what the events determine and nothing that follows from it, such as
-indexes. Invariant: reading what was written makes an equal state, whatever the state.
+indexes. Invariant: reading a written snapshot makes an equal state, whatever the state.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _read_ticket(row: list[Any]) -> Ticket:
 
 
 def _index(state: Facts) -> None:
-    """Build what follows from the tickets and from those folded away."""
+    """Build the indexes and counters from the tickets and from those folded away."""
     state.dropped_reasons = state.folded_dropped + Counter(
         ticket.reason.value for ticket in state.dropped if ticket.reason is not None
     )

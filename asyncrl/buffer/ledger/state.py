@@ -134,7 +134,7 @@ class LedgerState(Facts):
         self._appliers[type(event)](event)
 
     def as_snapshot(self) -> dict[str, object]:
-        """Return what the events determine as plain values; take it when `freed` is drained."""
+        """Return the values that events determine as plain ones; call it when `freed` is drained."""
         return write_snapshot(self)
 
     @classmethod
@@ -191,7 +191,7 @@ class LedgerState(Facts):
         self.evaluations = {one.id: one for one in kept}
 
     def _trim_reserved(self) -> None:
-        """Leave to the journal what is reserved for later steps and more than one batch in memory."""
+        """Leave to the journal payloads reserved for later steps, beyond one batch in memory."""
         size = self.settings.groups_per_step
         later = [batch for step, batch in sorted(self.by_step.items()) if step > self.steps_trained]
         held = [ticket for batch in later for ticket in batch if ticket.is_held]
@@ -318,7 +318,7 @@ class LedgerState(Facts):
             self._fold_dropped(self.dropped.popleft())
 
     def _leave(self, ticket: Ticket) -> None:
-        """Undo what the ticket's state holds, before it moves to ISSUED or DROPPED."""
+        """Release the holdings of the ticket's state, before it moves to ISSUED or DROPPED."""
         if ticket.state is State.LEASED:
             self._end_lease(ticket)
             return

@@ -92,20 +92,20 @@ class Ticket:
 
     Attributes:
         id: From 1, in order of issue.
-        attempt: Which try at it is current, from 1.
+        attempt: Number of the current attempt, from 1.
         pass_number, index, source: The prompt.
         position: Its place in the order of training when it was last admitted, see `Ledger`.
         parent: The dropped ticket that this one repeats, or 0.
-        generation: How many dropped tickets came before it for the same prompt.
+        generation: Number of dropped tickets before it for the same prompt.
         num_failures: Attempts that failed. num_lost_leases: Leases that expired or were retired.
-        replica, deadline: Who holds the lease and until when; meaningful while LEASED.
+        replica, deadline: Holder and end of the lease; meaningful while LEASED.
         version: While LEASED, the oldest version number that its tokens may have: the one that the
             replica served when it asked, or an older one of carried work.
         carry: Partial work that the next attempt goes on from.
         num_tokens, num_bytes, versions: Of the payload; `versions` are its lowest and highest number.
         is_held: The payload counts against the buffer's memory.
         step: The learner step that reserved it; -1 before.
-        reason: Why it was dropped. is_given_up: It was dropped and no child repeats its prompt.
+        reason: Cause of its drop. is_given_up: It was dropped and no child repeats its prompt.
     """
 
     id: int
@@ -216,7 +216,7 @@ class Evaluation:
             self.holders.pop(part, None)
 
     def restart(self) -> None:
-        """Throw away what was done."""
+        """Throw the results away."""
         self.served = None
         self.results.clear()
 
@@ -250,10 +250,10 @@ class LedgerSettings:
         max_group_bytes: Bytes of the largest group that a replica may push.
         memory_bytes: Room for payloads; at least two batches of the largest groups, because the
             batch in training and the next one must fit together for the run to go on.
-        policy: What happens to a group with a token over `max_lag`, see `Ledger`.
-        max_wait_s: Under `wait`, how long a complete batch waits for groups in flight at most.
+        policy: Treatment of a group with a token over `max_lag`, see `Ledger`.
+        max_wait_s: Under `wait`, the most time that a complete batch waits for groups in flight.
         is_ascending: Prompts are numbered from easy to hard, see `PromptOrder`.
-        evaluation_parts: Into how many parts an evaluation is cut; so many replicas may work on it at once.
+        evaluation_parts: Number of parts of an evaluation; so many replicas may work on it at once.
     """
 
     run_seed: int

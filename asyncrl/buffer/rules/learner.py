@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 RESERVE_WAIT_S = 0.5
-"""How long a reservation may lie at the buffer."""
+"""Time that a reservation may wait at the buffer."""
 
 
 class Publishing:

@@ -18,7 +18,7 @@ Attempt = tuple[int, int]
 """(ticket, attempt)."""
 
 LEASE_WAIT_S = 2.0
-"""How long a lease call may lie at the buffer."""
+"""Time that a lease call may wait at the buffer."""
 RETRY_PAUSE_S = 0.5
 """From an error to the next try."""
 CALL_ATTEMPTS = 6

@@ -15,8 +15,8 @@ class Finding:
     Attributes:
         what: Its name.
         verdict: `ok`; `warn`: a run may suffer; `fail`: a run cannot work.
-        found: What there is.
-        advice: What to do, empty where all is well.
+        found: The observed state.
+        advice: A remedy, empty where all is well.
     """
 
     what: str

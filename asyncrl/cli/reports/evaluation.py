@@ -30,7 +30,7 @@ ALL_PROMPTS = 1 << 30
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the command line asks for; None leaves what the run has, or the default."""
+    """Options of the command line; None keeps the run's value, or the default."""
 
     data: Sequence[str] = ()
     reward: str | None = None

@@ -66,7 +66,7 @@ NO_SWEEP = f"(no sweep beyond {MAX_SWEPT_REPLICAS} replicas: give other values w
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for.
+    """Arguments of the command line.
 
     Attributes:
         rates: A file of `asyncrl bench calibrate`, or the name of a GPU of the table.

@@ -32,7 +32,7 @@ CHECKPOINT_POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Asked:
-    """Which runs are asked for: by name, all of a folder, or, without either, the one started last."""
+    """Selection of runs: by name, all of a folder, or, without either, the one started last."""
 
     names: Sequence[str]
     is_all: bool

@@ -69,7 +69,7 @@ def parse_steps(text: str | None) -> Steps:
     ((3, 5), (7, 7), (3, None), (None, None))
 
     Raises:
-        ConfigError: The text says no such thing.
+        ConfigError: `text` is not a range of steps.
     """
     if text is None:
         return None, None
@@ -91,6 +91,6 @@ def _groups(folder: Path, window: Window) -> Timeline:
         with opened_past(folder) as past:
             book.take_all(past.events())
     except ConfigError as error:
-        say(f"the trace is without groups: {error}")
+        say(f"trace written without group spans: {error}")
         return Timeline(window)
     return book.timeline()

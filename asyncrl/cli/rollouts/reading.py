@@ -1,4 +1,4 @@
-"""Reads a run's journal for the answers that were asked for, living or ended.
+"""Reader of selected answers from a run's journal, live or ended.
 
 Owns the choice of answers, and what to do where a payload is gone or the model has no tokenizer here.
 Invariant: the run is only read.
@@ -26,12 +26,12 @@ MAX_DROPPED_GROUPS = 4096
 
 @dataclass(frozen=True)
 class Choice:
-    """Which answers are wanted.
+    """Selection of answers.
 
     Attributes:
         step: None for the newest that was trained; of dropped groups, for all.
         order: `worst` or `best` reward first; empty for the journal's order.
-        limit: How many answers at most.
+        limit: Maximum number of answers.
     """
 
     step: int | None
@@ -41,7 +41,7 @@ class Choice:
 
 
 def make_sheet(folder: Path, choice: Choice) -> Sheet:
-    """Read the journal of the run in `folder` and return what was chosen of it.
+    """Read the journal of the run in `folder` and return the chosen answers.
 
     Raises:
         ConfigError: It keeps no journal, or has no such step.

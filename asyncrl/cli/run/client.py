@@ -1,4 +1,4 @@
-"""Reaching a live run from another process: find its folder, speak to its control API."""
+"""Client of a live run for other processes: finds its folder, calls its control API."""
 
 from __future__ import annotations
 

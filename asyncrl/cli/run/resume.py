@@ -1,4 +1,4 @@
-"""Going on with an earlier start of a run: what may not change, what is kept, and where it goes on from.
+"""Resume of a run: keys that must not change, files that are kept, the checkpoint it continues from.
 
 Reads and rearranges a run's folder while nothing of the run runs. It never loses a checkpoint: those
 of an abandoned branch are put aside.

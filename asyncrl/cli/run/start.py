@@ -1,4 +1,4 @@
-"""Starting a run from the terminal's side."""
+"""Start of a run from the terminal's side."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def start(
     Args:
         config: As loaded; paths may still be relative or built-in.
         say: Told, in a sentence, about work that takes time.
-        command: What starts the run once more, to be told after a failure.
+        command: Command that starts the run once more, printed after a failure.
         before: Called when all is checked and nothing of the run runs, right before it is started.
 
     Raises:

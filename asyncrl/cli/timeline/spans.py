@@ -31,11 +31,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time.
+    """Interval of time in a service.
 
     Attributes:
-        service: Whose it is, such as `rollout.1`.
-        lane: What of it, such as `stages`; spans of one lane that overlap get rows of their own.
+        service: Its service, such as `rollout.1`.
+        lane: Part of the service, such as `stages`; spans of one lane that overlap get rows of their own.
     """
 
     service: str

@@ -37,7 +37,7 @@ class Membership(msgspec.Struct, frozen=True):
 
 
 class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How versions reached the replicas of a run.
+    """History of versions on their way to the replicas of a run.
 
     Attributes:
         told_by: `coordinator` or `journal`. token: The coordinator's, None where the journal has lost it.

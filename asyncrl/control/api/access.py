@@ -23,7 +23,7 @@ TOKEN_CHARACTERS = 32
 
 
 class NoAccess(AsyncrlError, PermissionError):
-    """The request shows no secret that allows it."""
+    """The request lacks a secret that permits it."""
 
 
 def page_token(key: str) -> str:

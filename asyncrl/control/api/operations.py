@@ -47,7 +47,7 @@ class Stop(Message, frozen=True):
 
 
 class Begun(Message, frozen=True):
-    """How many replicas are wanted now, and who was started or drains for it."""
+    """Number of wanted replicas, and those that were started or drain for it."""
 
     replicas: int
     started: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Begun(Message, frozen=True):
 
 
 class Paused(Message, frozen=True):
-    """Whether the run is paused now, and which services could not be told so yet."""
+    """Pause state of the run, and the services that have not acknowledged it yet."""
 
     paused: bool
     unreached: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ CHECKPOINT = Operation("checkpoint", WriteCheckpoint, CheckpointAsked)
 TIGHTEN = Operation("tighten", Tighten, Tightened)
 STOP = Operation("stop", Stop, Stopping)
 AnyRequest = Scale | DrainReplica | Pause | Unpause | WriteCheckpoint | Tighten | Stop
-"""What the supervisor is asked."""
+"""Request to the supervisor."""
 REQUESTS: Mapping[str, type[AnyRequest]] = {
     one.name: one.request for one in (SCALE, DRAIN, PAUSE, UNPAUSE, CHECKPOINT, TIGHTEN, STOP)
 }

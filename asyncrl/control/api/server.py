@@ -32,7 +32,7 @@ MAX_BODY_BYTES = 1 << 16
 HEAD_DEADLINE_S = 5.0
 REQUEST_DEADLINE_S = 10.0
 FAREWELL_S = 2.5
-"""Two pulses of a stream and some: what a page needs to see how a run ended."""
+"""Time for a page to receive the end of a run: a little over two pulses of its stream."""
 MAX_CONNECTIONS = 64
 """Each has a thread; for a further one the oldest is hung up on that has shown no secret, or it itself."""
 YIELD_S = 1.0
@@ -133,7 +133,7 @@ class _BoundedServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Connection, client_address: object) -> None:
-        """Say nothing of a peer that hung up."""
+        """Ignore a peer that hung up."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -142,7 +142,7 @@ class ControlApi:
     """Serves `routes` ("GET /status", "POST /stop" ...) in a thread until `close`.
 
     Args:
-        deadline_s: How long a peer may take to send a body, or to take in what it is sent at once.
+        deadline_s: Time that a peer may take to send a body, and for each write of an answer to it.
     """
 
     def __init__(

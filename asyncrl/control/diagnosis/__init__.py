@@ -1,1 +1,1 @@
-"""Diagnosis of a run: what keeps it from its next step, who says so, and who sets its pace."""
+"""Diagnosis of a run: obstacles to its next step, their reporters, and the service that sets its pace."""

@@ -1,4 +1,4 @@
-"""The supervisor's lookout: tells of obstacles, which last, and of notices, which happened once.
+"""Lookout of the supervisor: reports obstacles, which last, and notices, which happened once.
 
 It ends a run that cannot go on.
 """
@@ -39,13 +39,13 @@ class Lookout:
 
     @property
     def blocking(self) -> Obstacle | None:
-        """The obstacle that blocks the run, in a service's own words; None if nothing does."""
+        """The obstacle that blocks the run, as a service reported it; None without one."""
         known = (one for one in self.present if one.blocks and one.cause is not Cause.STALL)
         return next(known, None)
 
     @property
     def failing_groups(self) -> tuple[str, str] | None:
-        """Whose groups or rewards fail, and why; None if nobody says so."""
+        """Service whose groups or rewards fail, and the reason; None if no service reports that."""
         told = (one for one in self.present if one.cause in (Cause.REWARDS_FAIL, Cause.GROUPS_FAIL))
         found = next(told, None)
         return (found.service, found.sentence) if found else None
@@ -55,11 +55,11 @@ class Lookout:
         return any(one.blocks for one in self.present)
 
     def look(self, statuses: Statuses, stall: str, write_error: str) -> None:
-        """Take in the statuses and tell what keeps the run from its next step.
+        """Update from the statuses and report obstacles to the run's next step.
 
         Args:
-            stall: What the watchdog says, empty while steps are finished.
-            write_error: Why the run's folder cannot be written, empty if it can.
+            stall: The watchdog's report, empty while steps are finished.
+            write_error: Error in writing to the run's folder, empty without one.
         """
         own = (Obstacle("", Cause.DISK_FULL, write_error),) if write_error else ()
         supervisor = ServiceStatus(state=ServiceState.READY, obstacles=own)
@@ -109,14 +109,14 @@ def why_unsaved(status: ServiceStatus, deadline_s: float) -> str | None:
 
 
 class Notices:
-    """Makes an event of each notice, once in a start of the run, also where the supervisor is replaced."""
+    """Record of notices: an event for each, once per start of the run, even if the supervisor is replaced."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self._told: set[str] | None = None
 
     def look(self, statuses: Statuses) -> None:
-        """Tell what the statuses hold of findings of the guard, of checkpoints and of lost journals."""
+        """Report the guard's findings, checkpoints and lost journals that the statuses contain."""
         if (learner := statuses.learner) is not None:
             for one in learner.findings:
                 text = f"the guard found, {one.text}"

@@ -1,4 +1,4 @@
-"""Gathering of obstacles: what the services of a run report, and what only their supervisor sees (pure).
+"""Gathering of obstacles: those that services report, and those that only the supervisor sees (pure).
 
 Owns which obstacles block the run and which only cost it a replica, and when the run must end because
 nobody can go on. Every reason is the blamed service's own.
@@ -20,7 +20,7 @@ NOT_JUDGED = (
     *(ServiceState.WAITING, ServiceState.STARTING, ServiceState.SILENT, ServiceState.PINNED),
     *(ServiceState.DRAINING, ServiceState.RETIRED, ServiceState.ENDED),
 )
-"""States of a replica that says nothing yet of whether it can work, is offered no version, or is leaving."""
+"""States of a replica that has not shown yet that it can work, is offered no version, or is leaving."""
 MAX_TRIES = {Cause.WEIGHTS_REFUSED: 6, Cause.WEIGHTS_UNDELIVERED: 60}
 """Tries in a row that a version failed to get into a replica, after which none is expected to. Transfers
 are tried again with growing pauses of at most 5 s: 60 take five minutes, in which `/dev/shm` may be freed."""
@@ -30,9 +30,9 @@ def gather(statuses: Statuses, stall: str = "") -> list[Obstacle]:
     """Return the obstacles of a run, those that block it first.
 
     Args:
-        statuses: Of all services, by name, as they were last heard. `failure` in one is why the service
-            failed last, while it has not come up since.
-        stall: What the watchdog says, empty while steps are finished. It counts where nobody knows more.
+        statuses: Of all services, by name, as last heard. `failure` in one is the service's last error,
+            while it has not come up since.
+        stall: The watchdog's report, empty while steps are finished. Used where no service reports more.
     """
     reported = [one for name in sorted(statuses) for one in _of_service(name, statuses[name])]
     found = [one for one in reported if one.cause is not Cause.NO_AGENT or _is_said_by_all(one, statuses)]
@@ -93,7 +93,7 @@ def _reports(status: ServiceStatus, cause: Cause) -> bool:
 
 
 def _replicas(statuses: Statuses) -> dict[str, ServiceStatus]:
-    """Return the replicas that are to generate."""
+    """Return the replicas that should generate."""
     return {
         name: status
         for name, status in statuses.replicas.items()

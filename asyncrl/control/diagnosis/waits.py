@@ -21,7 +21,7 @@ from asyncrl.core.states import SERVICE_ENDS, ServiceState
 Metrics = Mapping[str, float]
 
 IDLE, CLEARLY_MORE = 0.1, 0.1
-"""Shares of time: from when somebody waits, and from when more than the other does."""
+"""Shares of time from which a side counts as waiting, and as waiting more than the other."""
 COMING = (ServiceState.STARTING, ServiceState.SYNCING)
 LOST = (ServiceState.FAILED, ServiceState.DEAD, ServiceState.SILENT)
 LEARNER_IDLE, ROLLOUT_IDLE = "perf/learner_idle/", "perf/rollout_idle/"
@@ -52,7 +52,7 @@ class Diagnosis(Message, frozen=True):
 
 
 def diagnose(metrics: Metrics, statuses: Statuses, obstacles: Sequence[Obstacle] = ()) -> Diagnosis:
-    """Return who holds the run up.
+    """Return the bottleneck of the run.
 
     Args:
         metrics: The newest row, empty before there is one.
@@ -63,7 +63,7 @@ def diagnose(metrics: Metrics, statuses: Statuses, obstacles: Sequence[Obstacle]
 
 
 def _stops(statuses: Statuses, obstacles: Sequence[Obstacle]) -> Iterator[Diagnosis]:
-    """Yield what lets nothing move, most telling first."""
+    """Yield the causes of a full stop, the most specific first."""
     blocking = [one for one in obstacles if one.blocks]
     yield from (_of_obstacle(one) for one in blocking if not one.service.startswith("rollout."))
     for name, status in statuses.items():
@@ -88,7 +88,7 @@ def _of_obstacle(obstacle: Obstacle) -> Diagnosis:
 
 
 def _waits_for(name: str) -> str:
-    """Return whom the learner waits for while `name` is away: never itself."""
+    """Return the service that the learner waits for while `name` is away: never itself."""
     return "" if name.startswith("learner.") else name
 
 
@@ -126,7 +126,7 @@ def _without_spares(metrics: Metrics) -> Metrics:
 
 
 def _held_up(learner: float, metrics: Metrics) -> Diagnosis | None:
-    """Return what keeps the learner more than batches do, None if nothing does."""
+    """Return the learner's largest wait if it exceeds that for batches, else None."""
     waits = {cause: metrics.get(f"{LEARNER_IDLE}{cause}", 0.0) for cause in HOLDS}
     cause, share = max(waits.items(), key=lambda item: item[1])
     if share < IDLE or share <= learner:
@@ -136,7 +136,7 @@ def _held_up(learner: float, metrics: Metrics) -> Diagnosis | None:
 
 
 def _between(learner: float, rollout: float, metrics: Metrics, statuses: Statuses) -> Diagnosis | None:
-    """Return what lies between prompts and batches besides the engines, None if that is not the cause."""
+    """Return the cause between prompts and batches other than the engines, None if there is none."""
     group = metrics.get(f"{ROLLOUT_IDLE}group", 0.0)
     if is_scoring(statuses) or (group >= IDLE and group >= rollout / 2):
         return Diagnosis("reward", _scoring(statuses), "reward")
@@ -167,7 +167,7 @@ def _few_leases(learner: float, rollout: float) -> Diagnosis:
 
 
 def _learner(learner: float, rollout: float, metrics: Metrics) -> Diagnosis:
-    """The replicas wait; say what the learner spends its time with."""
+    """Return the bottleneck while replicas wait: the learner, with its longest activity."""
     stages = {
         name: value
         for name, value in metrics.items()
@@ -219,7 +219,7 @@ ABSENT = (*SERVICE_ENDS, ServiceState.SILENT, ServiceState.STARTING, ServiceStat
 
 @dataclass(frozen=True)
 class Edge:
-    """`waiter` waits for `whom`, and `why` that does not come."""
+    """`waiter` waits for `whom`; `why` is the reason of the delay."""
 
     waiter: str
     whom: str
@@ -230,7 +230,7 @@ class Edge:
 
 
 def waiting_edges(statuses: Statuses, groups_per_step: int) -> list[Edge]:
-    """Return the edges along which nothing comes, from the learner on; never empty."""
+    """Return the edges of the stalled chain of waits, from the learner on; never empty."""
     return list(_from_learner(statuses, groups_per_step))
 
 
@@ -285,7 +285,7 @@ def _served(name: str, statuses: Statuses) -> int:
 
 
 def _from_weights(name: str, why: str, statuses: Statuses) -> Iterator[Edge]:
-    """Weights come from the publisher, by word of the coordinator, through the replica's receiver."""
+    """Yield the edge of a replica that waits for weights: publisher, coordinator or its receiver."""
     receiver = f"receiver.{name.partition('.')[2]}"
     for source in (COORDINATOR, PUBLISHER, receiver):
         if (state := statuses.state(source)) in ABSENT:

@@ -16,7 +16,7 @@ from asyncrl.core.obstacle import Obstacle
 AWAY_S = 10.0
 GROWTH = 4
 MAX_REASONS = 8
-"""Told of one obstacle; reasons that differ in numbers only are one."""
+"""Reports of one obstacle; reasons that differ in numbers only are one."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class News:
 
     @property
     def text(self) -> str:
-        """The news as people read it."""
+        """The report as a sentence."""
         if self.is_over:
             return f"over after {self.held_s:.0f} s: {self.obstacle.reason}"
         return self.obstacle.sentence
@@ -55,7 +55,7 @@ class ObstacleWatch:
         self._known: dict[tuple[str, str], _Known] = {}
 
     def look(self, now: float, found: Sequence[Obstacle]) -> list[News]:
-        """Take in the obstacles of time `now` (wall-clock seconds) and return what is to be told."""
+        """Take in the obstacles of time `now` (wall-clock seconds) and return the reports that are due."""
         news = [told for one in found if (told := self._meet(now, one)) is not None]
         self.present = [self._known[one.key].obstacle for one in found]
         return news + self._part(now)

@@ -1,7 +1,7 @@
-"""Notices that a run takes no steps any more, and says who waits for whom (pure).
+"""Watchdog of a run: detects that no step finishes, and names the chain of waiting services (pure).
 
-Owns how long a step usually takes. It ends nothing: what is dead or silent is the fleet machine's affair, and
-what only waits may be right to wait.
+Owns how long a step usually takes. It ends nothing: the fleet machine handles dead and silent
+services, and a waiting service may be right to wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.core.states import ServiceState
 TIMES_USUAL = 10.0
 AT_LEAST_S = 60.0
 FIRST_STEP_S = 600.0
-"""Until a step has been taken nobody knows how long one takes: engines load and compile."""
+"""Limit before the first step, whose duration is unknown: engines load and compile."""
 NUM_REMEMBERED = 16
 
 
@@ -27,8 +27,8 @@ class Stall:
     """A run that takes no steps.
 
     Attributes:
-        who: The last in the chain of those who wait: the one that does not move.
-        edges: Who waits for whom, from the learner on.
+        who: The last service in the chain of waits: the one that does not move.
+        edges: (waiting service, service that it waits for), from the learner on.
     """
 
     who: str
@@ -55,10 +55,10 @@ class Watchdog:
     def look(
         self, now: float, statuses: Statuses, *, is_meant_to_train: bool, known: Obstacle | None = None
     ) -> Stall | None:
-        """Take in the statuses of time `now` (seconds, monotonic); return a stall that is worth telling.
+        """Take in the statuses of time `now` (seconds, monotonic); return a stall that is worth reporting.
 
         Args:
-            known: What blocks the run in a service's own words: no guess is better.
+            known: Obstacle reported by a service: it is preferred to a guess.
         """
         learner = statuses.learner
         step = self._step if learner is None else learner.step
@@ -73,7 +73,7 @@ class Watchdog:
         return None
 
     def _note_step(self, now: float, step: int | None) -> None:
-        """A step back is that of a learner that was started again: no step was taken in that time."""
+        """Note a change of the step; a lower one is a restarted learner's, without progress."""
         num_steps = 0 if step is None or self._step is None else step - self._step
         if num_steps > 0 and self._since is not None:
             self._times_s.append((now - self._since) / num_steps)

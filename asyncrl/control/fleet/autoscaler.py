@@ -59,7 +59,7 @@ class Pacing:
 
 @dataclass(frozen=True)
 class Decision:
-    """So many replicas, and why."""
+    """Wanted number of replicas, and the reason."""
 
     replicas: int
     reason: str
@@ -114,7 +114,7 @@ class Autoscaler:
         self._has_shrunk = False
 
     def decide(self, now: float, wanted: int, ready: int, rows: Iterable[Row]) -> Decision | None:
-        """Take in what has happened since the last look, and return what to do about it, mostly nothing.
+        """Update from the steps since the last call, and return a decision, None in most cases.
 
         Args:
             now: Seconds, of any clock that only goes on.
@@ -142,7 +142,7 @@ class Autoscaler:
         return decision
 
     def _forget(self, now: float) -> None:
-        """Drop what is older than the window, but keep enough to judge by."""
+        """Drop steps older than the window, but keep enough to judge by."""
         while (
             len(self._window) > self._pacing.min_steps and self._window[0].time < now - self._pacing.window_s
         ):

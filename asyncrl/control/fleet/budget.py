@@ -27,7 +27,7 @@ class Budget:
         num_spent: See the attribute.
 
     Attributes:
-        num_spent: How often in a row all restarts were spent and `renew` was called, without work in between.
+        num_spent: Times in a row that `renew` was called with all restarts spent, without work in between.
     """
 
     def __init__(

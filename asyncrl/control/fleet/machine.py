@@ -1,8 +1,8 @@
-"""Decides which services to start, to end and to give up, from what is heard of them (pure).
+"""Fleet state machine: decides which services to start, end and give up, from events about them (pure).
 
     STARTING -> SYNCING -> READY (<-> SUSPECT) -> DRAINING -> removed      any -> DEAD -> STARTING
 
-Owns the units of a run. It must never do what it decides: effects are carried out by `upkeep/`, in order,
+Owns the units of a run. It must never do what it decides: effects are carried out by `reconciler/`, in order,
 each before the next event is handed in. Time is lived time: a span in which nobody called, because the whole
 machine stood still, counts for at most `MAX_STEP_S`, so it is held against no service.
 Invariants: a service is started only while it is down, and killed before that if it ever ran; every `Gone` of
@@ -70,14 +70,14 @@ class FleetRules:
     Attributes:
         num_ranks: Of the learner.
         max_restarts: Of a unit that does no work in between; 0 ends the run at the first death.
-        start_deadline_s: How long a service may be starting, syncing or draining.
+        start_deadline_s: Time that a service may be starting, syncing or draining.
         max_replicas: Leavers and those that stand by included.
-        silence_s: How long a service whose process somebody has stopped may not answer; `long_silence_s` one
-            that runs, on a machine that may be busy. One that still starts has `start_deadline_s`: imports
+        silence_s: Time without an answer after which a service with a suspended process is dead;
+            `long_silence_s` if it runs, as the machine may be busy; `start_deadline_s` if it starts: imports
             alone kept a learner from answering for over a minute where 25 others wanted the two processors.
-        replica_silence_s: As `silence_s`, for a replica: what it held goes to others, but nothing is lost
+        replica_silence_s: As `silence_s`, for a replica: its leases go to others, but nothing is lost
             with it, and vLLM needs most of the minute in which it is to be replaced (40 s on two cores).
-        suspect_s: From when on it is shown as suspect.
+        suspect_s: Time without an answer after which a service is shown as suspect.
         never_again: Units that cannot be restarted, by key, with the reason.
     """
 
@@ -93,10 +93,10 @@ class FleetRules:
 
 
 class FleetMachine:
-    """The units of a run. `apply` takes an event and returns what is to be done, in order.
+    """The units of a run. `apply` takes an event and returns actions, in order.
 
     Attributes:
-        losses: Services that were found to be gone; whoever tells of them empties the list.
+        losses: Services that were found to be gone; the reader that reports them empties the list.
         is_short: Fewer replicas are wanted than were asked for: one of them could not be started.
     """
 
@@ -164,7 +164,7 @@ class FleetMachine:
     # --- events ---------------------------------------------------------------------------
 
     def apply(self, event: Event, now: float) -> list[Effect]:
-        """Take in `event` of time `now` (seconds, monotonic) and return what is to be done about it."""
+        """Apply `event` of time `now` (seconds, monotonic) and return the actions that it requires."""
         self.lived += min(max(0.0, now - self._clock), MAX_STEP_S)
         self._clock = now
         if self.given_up is not None:
@@ -246,7 +246,7 @@ class FleetMachine:
         return 0 if learner is None else learner.step
 
     def _can_sync(self) -> bool:
-        """Tell whether everybody is up whom weights come from."""
+        """Tell whether all services that weights come from are up."""
         sources = (self.units.get(key) for key in (LEARNER, "publisher", "weight_sync"))
         return all(unit is not None and unit.is_up for unit in sources)
 
@@ -368,7 +368,7 @@ class FleetMachine:
             self._start_due(unit)
 
     def _why_overdue(self, unit: Unit, member: Member) -> tuple[str, Cause] | None:
-        """Return what is wrong with a service that gives no word or does not get on, None if nothing."""
+        """Return the fault of a service that is silent or makes no progress, None without one."""
         if member.is_down or unit.is_done or member.state == ENDED:
             return None
         halted_s = self.rules.replica_silence_s if unit.is_replica else self.rules.silence_s
@@ -424,7 +424,7 @@ class FleetMachine:
             unit.is_standby = True
 
     def _least(self, units: Iterable[Unit]) -> Unit:
-        """Return whom to miss least: who is retired, else who does not work yet, else the newest."""
+        """Return the most dispensable replica: a retired one, else one not yet up, else the newest."""
         return max(units, key=lambda unit: (unit.is_retired, not unit.is_up, unit.index))
 
     def _let_go(self, index: int) -> None:
@@ -439,7 +439,7 @@ class FleetMachine:
             self._effects.append(Drain(index))
 
     def _remove(self, unit: Unit) -> None:
-        """End what is left of a leaver."""
+        """Remove a leaving replica, and end its remaining processes."""
         del self.units[unit.key]
         rollout = unit.members[f"rollout.{unit.index}"]
         for member in unit.members.values():

@@ -11,8 +11,8 @@ from asyncrl.core.states import ServiceState
 class Cause(Enum):
     """Cause of a service's end.
 
-    DEATH: its process ended or does not answer, which says nothing of the next one. ERROR: of its own; if it
-    recurs before the service ever worked, that is how it is. FINAL: an error that trying again cannot cure.
+    DEATH: the process exited or is unresponsive; a restart may work. ERROR: the service raised an error;
+    recurring before the first success, it is permanent. FINAL: not retryable.
     """
 
     DEATH = "death"
@@ -22,7 +22,7 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class Begin:
-    """The run starts: all services are to be started."""
+    """The run starts: start all services."""
 
     replicas: int
     standby: int = 0
@@ -43,7 +43,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Halted:
-    """Somebody has stopped a process of a service: it lives, and does nothing."""
+    """A process of the service is suspended (SIGSTOP)."""
 
     name: str
 
@@ -54,7 +54,7 @@ class Gone:
 
     Attributes:
         reason: A clause that follows its name: "was killed".
-        cause: How likely it is to happen again.
+        cause: Decides whether a restart is tried.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Gone:
 
 @dataclass(frozen=True)
 class Wanted:
-    """So many replicas are to lease, and so many to stand by; None leaves a number as it is."""
+    """Desired number of active and standby replicas; None leaves a number unchanged."""
 
     replicas: int | None = None
     standby: int | None = None
@@ -72,14 +72,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Leave:
-    """This replica is to drain and leave; another takes its place if one is wanted."""
+    """A replica shall drain and leave; another takes its place if one is wanted."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The learner is asked to end: nothing that happens to it from here on is a loss."""
+    """The learner is asked to end: later exits of the learner are not faults."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Promote:
 
 @dataclass(frozen=True)
 class Forgo:
-    """Tell that the run goes on without a replica that does not start: `service` failed, for `reason`."""
+    """Report that the run continues without a replica that failed to start."""
 
     service: str
     reason: str
@@ -136,7 +136,7 @@ class Forgo:
 
 @dataclass(frozen=True)
 class Retire:
-    """Tell that a replica is left alone for `back_in_s`: `service` died once too often, for `reason`."""
+    """Report that a replica used up its restarts and is retried after `back_in_s`."""
 
     service: str
     reason: str
@@ -145,7 +145,7 @@ class Retire:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the run: `service` cannot be kept up, for `reason`; `would_repeat`: nor could the next start."""
+    """End the run: `service` cannot be kept up. `would_repeat`: the next start would fail in the same way."""
 
     service: str
     reason: str

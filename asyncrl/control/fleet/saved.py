@@ -49,7 +49,7 @@ class SavedUnit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavedMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet machine, without what changes with every pulse, such as heartbeats."""
+    """A fleet machine, without values that change with every pulse, such as heartbeats."""
 
     format: int
     wanted: int
@@ -115,7 +115,7 @@ def _dump_unit(unit: Unit, now: float) -> SavedUnit:
 
 
 def _restore_unit(found: SavedUnit, rules: FleetRules) -> Unit:
-    """Return the unit at lived time 0; who has a process counts as heard of just now."""
+    """Return the unit at lived time 0; a service with a process counts as just heard."""
     times = [-age_s for age_s in found.restart_ages_s]
     return Unit(
         key=found.key,

@@ -42,8 +42,8 @@ class Member:
 
     Attributes:
         is_down: It has no process, or one that is to be killed before it is started again.
-        state: What it reported last, and `since` when, in lived seconds.
-        heard_at: When it last answered, or was started.
+        state: Its last reported state, `since` the given time in lived seconds.
+        heard_at: Time of its last answer, or of its start.
         came_up: It has been able to work since it was started.
         is_halted: A process of it was seen stopped since it was heard.
     """
@@ -66,7 +66,7 @@ class Member:
         self.since = self.heard_at = now
 
     def hear(self, state: ServiceState, now: float) -> None:
-        """Take note of what it reports."""
+        """Note its reported state."""
         self.heard_at, self.is_halted = now, False
         if state != self.state:
             self.state, self.since = state, now
@@ -80,17 +80,17 @@ class Unit:
     Attributes:
         key: "buffer", "learner", "replica.3".
         budget: Of its restarts.
-        due: When its members that are down are to be started, in lived seconds.
+        due: Time to start its members that are down, in lived seconds.
         is_retired: A replica whose restarts are spent; it is left alone until `due`.
         is_standby: A replica that takes no leases.
-        leaving_since: When it was asked to drain.
+        leaving_since: Time of the request to drain.
         has_been_up: At any time of the run.
-        last_reason: Why it failed last.
+        last_reason: Cause of its last failure.
         num_restarts: Of the run.
         is_ending: It was asked to end.
-        step: The furthest that the learner came; `failed_step`, when it failed last.
-        num_answers: That the engine of a replica has finished since it was started.
-        num_alike: How often in a row it failed with the same error and came no further in between.
+        step: Highest step of the learner; `failed_step`, at its last failure.
+        num_answers: Answers of a replica's engine since its start.
+        num_alike: Failures in a row with the same error and without progress in between.
     """
 
     key: str
@@ -112,7 +112,7 @@ class Unit:
     is_replica: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.is_replica = self.key.startswith(REPLICA)  # asked of every unit at every word of one
+        self.is_replica = self.key.startswith(REPLICA)  # called for every unit at every event
 
     @property
     def index(self) -> int:
@@ -138,7 +138,7 @@ class Unit:
         return self.is_ending or self.has_ended
 
     def stage(self, now: float, suspect_s: float) -> Stage:
-        """Return where it stands; who has not answered for `suspect_s` is suspected."""
+        """Return its stage; SUSPECT without an answer for `suspect_s`."""
         members = self.members.values()
         if self.is_done:
             return Stage.DONE
@@ -156,7 +156,7 @@ class Unit:
         return Stage.SYNCING if is_syncing else Stage.STARTING
 
     def falls_with(self, name: str) -> list[str]:
-        """Return who must be started anew when `name` is gone."""
+        """Return the services that must be restarted when `name` is gone."""
         if self.is_replica and name.startswith("receiver."):
             return [name]
         return list(self.members)

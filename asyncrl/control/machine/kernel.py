@@ -1,7 +1,7 @@
-"""The kernel of this machine, as upkeep needs it: processes that were stopped, killed or left, and memory.
+"""Kernel of this machine, for the reconciler: processes that were stopped, killed or left, and memory.
 
-Invariant: upkeep learns of processes from the launcher and from here only, so that a simulated kernel can
-take this one's place.
+Invariant: the reconciler learns of processes from the launcher and this module only, so that a simulated
+kernel can replace it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Kernel(Protocol):
         """Return the services of which a process is stopped, with SIGSTOP or by a debugger."""
 
     def end_service(self, run_id: str, name: str, others: Collection[int]) -> list[int]:
-        """Kill what is left of a service, and of `others`; return those that are still alive."""
+        """Kill the remaining processes of a service, and of `others`; return those that are still alive."""
 
     def remove_segments(self, run_id: str, name: str) -> None:
         """Remove the shared memory that a service was killed with."""

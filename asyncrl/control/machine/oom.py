@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 RECENT_S = 60.0
-"""An engine whose core was killed may notice that late."""
+"""Age limit of a kill: an engine may notice late that its core was killed."""
 OWN, MACHINE = "its container", "this machine"
 
 

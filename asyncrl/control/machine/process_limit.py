@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RECENT_S = 60.0
-"""Ray tries again and again to start a process, and who waits for it notices late."""
+"""Age limit of a refusal: Ray retries to start a process, so the waiting caller notices late."""
 LIMIT, USED, REFUSED = "pids.max", "pids.current", "pids.events"
 
 

@@ -1,4 +1,4 @@
-"""Finding and ending the processes of one run, by pid and never by name.
+"""Processes of one run: found and ended by pid, never by name.
 
 Every process of a run carries the run's id in its environment; nothing else is ever touched. Of what bears
 the run's id in `/dev/shm` only this user's own counts: anybody can give a file that name.
@@ -50,7 +50,7 @@ def is_of_service(pid: int, run_id: str, name: str) -> bool:
 def end_service(
     run_id: str, name: str, others: Collection[int] = frozenset(), deadline_s: float = 10.0
 ) -> list[int]:
-    """Kill what is left of a service, and those of `others` that no other service of the run has started.
+    """Kill the processes of a service, and those of `others` that no other service of the run has started.
 
     Returns:
         Those that are still alive.
@@ -69,7 +69,7 @@ def end_service(
 def remove_segments(run_id: str, name: str) -> None:
     """Remove the shared memory and the semaphores that a service was killed with.
 
-    Who has mapped a segment may go on reading.
+    A process that has mapped a segment may go on reading.
     """
     own = name.removesuffix(".0") if name.startswith("publisher.") else name
     segments = (path for folder in shared_memory_of(run_id) for path in folder.glob(f"{own}-*"))
@@ -93,12 +93,12 @@ def stopped_services(run_id: str) -> set[str]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether somebody has stopped a process, with SIGSTOP or a debugger: it does nothing."""
+    """Tell whether a process is suspended, by SIGSTOP or a debugger."""
     return _state(pid) in ("T", "t")
 
 
 def end_leftovers(run_id: str, keep: frozenset[int] = frozenset(), deadline_s: float = 10.0) -> int:
-    """Kill what is left of a run and return how many processes that were."""
+    """Kill the remaining processes of a run and return their number."""
     ended: set[int] = set()
     end = time.monotonic() + deadline_s
     while (left := set(pids_of_run(run_id)) - keep) and time.monotonic() < end:
@@ -162,7 +162,7 @@ def _state(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return what the kernel tells of a process, from its state on, which is field 3 in proc(5)."""
+    """Return the kernel's fields of a process, from its state on, which is field 3 in proc(5)."""
     try:
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -39,7 +39,7 @@ def count_gpus() -> int:
 
 
 def check_resources(config: Config, replicas: int) -> Iterator[str]:
-    """Say what this machine has too little of for so many rollout replicas; a cluster's lie elsewhere."""
+    """Name the resources that this machine lacks for so many rollout replicas; a cluster's lie elsewhere."""
     replicas = 0 if config.launcher.is_cluster else replicas
     num_cpus, num_gpus = os.cpu_count() or 1, count_gpus()
     cpus, gpus = count_cpus(config, replicas), count_gpus_wanted(config, replicas)

@@ -105,16 +105,16 @@ def watching_cluster(config: Config, on_death: Callable[[str], None]) -> Abstrac
 
 
 def leave(config: Config, run_id: str, sockets: Path) -> None:
-    """End what is left of the run on every node."""
+    """End the run's remaining processes on every node."""
     membership.sweep(namespace_of(config), [Start(run_id, str(sockets))])
 
 
 PULSE_S = 1.0
 LOST_AFTER = 20
 END_S = 10.0
-"""For the watching thread to end; it is a daemon, so that one which hangs holds up nobody."""
+"""Time for the watching thread to end; it is a daemon, so a hanging one blocks no exit."""
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-"""Errors of this process or machine, which tell nothing of who listens."""
+"""Errors of this process or machine, which do not show whether Ray listens."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Starts services on the nodes of a cluster: `Launcher` with a place for each service.
+"""Launcher for a cluster: a `Launcher` that places each service on a node.
 
 Owns which service waits for a place. Invariant: a replica that no node has room for waits, and the run
 goes on; it is started as soon as a node has room, be it a new one.
@@ -31,7 +31,7 @@ class ClusterLauncher:
 
     Args:
         launcher: Starts a service on the node that its spec names.
-        placement: Remembers who is where.
+        placement: Node of each service.
         nodes: Returns the nodes that are alive.
         clean: Ends what a killed service has left on a node, its engine's processes and shared memory; told
             the node's id and the service's name.
@@ -85,7 +85,7 @@ class ClusterLauncher:
         return self._launcher.command(name, command, deadline_s)
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
-        """Ask services to end, all at once; return the names of those that did, who waits among them."""
+        """Ask services to end, all at once; return the names of those that did, with those not yet placed."""
         names = list(names)
         waiting = {name for name in names if self._waiting.pop(name, None) is not None}
         return waiting | self._launcher.stop([name for name in names if name not in waiting], deadline_s)
@@ -100,7 +100,7 @@ class ClusterLauncher:
             self._clean(node, name)
 
     def adopt(self) -> set[str]:
-        """Take charge of what an earlier launcher has started; its first statuses say where it lives."""
+        """Adopt the services of an earlier launcher; their first statuses name their nodes."""
         return self._launcher.adopt()
 
     def _place_waiting(self) -> None:

@@ -74,7 +74,7 @@ def main() -> int:
     except SystemExit:
         _write_termination(run_dir)
         raise
-    except Exception as error:  # process boundary: whoever watches must learn how it ended
+    except Exception as error:  # process boundary: watchers must learn the outcome
         _write_failure(run_dir, f"{type(error).__name__}: {error}", HEAD)
         raise
     finally:
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def tell_phase(run_dir: RunDir, state: str, phase: str) -> None:
-    """Leave word of what goes on while no supervisor can be asked."""
+    """Write the head's activity for readers while no supervisor answers."""
     try:
         write_json(run_dir.phase, {"state": state, "phase": phase, "time": time.time()})
     except OSError as error:  # a full disk ends nothing
@@ -221,7 +221,7 @@ def _write_failure(run_dir: RunDir, error: str, service: str) -> None:
 
 
 def _write_outcome(run_dir: RunDir, outcome: Outcome) -> None:
-    if why := write_outcome(run_dir, outcome):  # what comes after it is done all the same
+    if why := write_outcome(run_dir, outcome):  # the steps after it are still performed
         print(f"'{outcome.error}' could not be written down: {why}", file=sys.stderr, flush=True)
 
 

@@ -51,8 +51,8 @@ class ServiceHost:
 
     Args:
         factory: `module:function` that takes a ServiceContext and returns a Service.
-        context: What the service gets to know.
-        log_path: Where everything that the process prints goes, from the start.
+        context: Context of the service.
+        log_path: File for all output of the process, from the start.
     """
 
     def __init__(self, factory: str, context: ServiceContext, log_path: str) -> None:
@@ -75,7 +75,7 @@ class ServiceHost:
         self._thread.start()
 
     def status(self) -> bytes:
-        """Return the packed status of the service, with what only its process knows."""
+        """Return the packed status of the service, with the fields that only its process knows."""
         return pack_status(self.describe())
 
     def describe(self) -> ServiceStatus:
@@ -110,7 +110,7 @@ class ServiceHost:
         self._waits_for = obstacles
 
     def _tell_lost_thread(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Fail if a thread died before it ran, for want of memory: who started it waits for ever."""
+        """Fail if a thread died before it ran, for want of memory: its starter would wait for ever."""
         sys.__unraisablehook__(unraisable)
         if isinstance(getattr(unraisable.object, "__self__", None), threading.Thread):
             self._fail(unraisable.exc_value or MemoryError())
@@ -137,7 +137,7 @@ class ServiceHost:
 
 
 def kinds_of(error: BaseException) -> set[str]:
-    """Return the class names of an error, of what caused it, and of what it groups."""
+    """Return the class names of an error, of its causes, and of the errors that it groups."""
     kinds, found = {type(error).__name__}, [error.__cause__]
     if isinstance(error, BaseExceptionGroup):
         found += error.exceptions

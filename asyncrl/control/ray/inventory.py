@@ -24,7 +24,7 @@ ALTERNATIVES = {
 }
 """An engine -> the packages that it comes as."""
 PACKAGES = ("torch", *ALTERNATIVES, "transformers", "ray", "pyzmq", "msgpack", "numpy", "safetensors")
-"""Whose versions must agree: what one writes, another reads, or computes again."""
+"""Packages whose versions must agree: data written by one node is read or recomputed by another."""
 SOURCES = ("asyncrl", "rollout_service", "weight_sync")
 END_BYTES = 1 << 20
 SMALL_BYTES = 1 << 20
@@ -33,7 +33,7 @@ MAX_FILES = 5_000
 
 
 def needed_paths(config: Config) -> dict[str, str]:
-    """Return what replicas read, by the key that names it; every path is absolute."""
+    """Return the files that replicas read, by configuration key; every path is absolute."""
     found = {"model.path": config.model.path}
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval or ())):
         found |= {f"{key}.{number}": source.path for number, source in enumerate(sources)}
@@ -53,7 +53,7 @@ def _nearest(path: str) -> str:
 
 
 def take_inventory(paths: tuple[str, ...]) -> Inventory:
-    """Return what this node has of `paths` and of the packages."""
+    """Return this node's versions of the packages and digests of `paths`."""
     versions = {name: _version(name) for name in PACKAGES}
     versions |= {"python": platform.python_version(), "asyncrl's source": digest_sources()}
     return Inventory(versions, {path: digest_path(Path(path)) for path in paths})
@@ -118,7 +118,7 @@ class Inventory:
 
     Attributes:
         versions: Of each package; empty where it is missing.
-        files: Digest of what lies at each path; empty where nothing does.
+        files: Digest of each path's content; empty where nothing is.
     """
 
     versions: Mapping[str, str] = field(default_factory=dict)

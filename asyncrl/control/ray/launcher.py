@@ -1,4 +1,4 @@
-"""Placing services: the protocol that the supervisor speaks, and Ray behind it.
+"""Launcher of services: the protocol that the supervisor uses, and its implementation on Ray.
 
 Ray carries lifecycle only: start, status, command, stop, kill. Trajectories and weights never go
 through it. Every service is a detached actor, named as the service, in the run's namespace.
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 NAME_DEADLINE_S = 10.0
 """Time that Ray may take to release the name of a dead actor."""
 HUNG_UP = "Worker unexpectedly exits with a connection error"
-"""Ray's words for a process that is gone without having said why."""
+"""Ray's messages for a process that is gone without a reason."""
 KILLED = "its process was killed (SIGKILL), or crashed without a word"
 OVERRUN = "timed out during startup"
 """Ray's words for processes of its own that are not up in its time, which no setting changes."""
@@ -74,7 +74,7 @@ class Launcher(Protocol):
         """End a service's process now."""
 
     def adopt(self) -> set[str]:
-        """Take charge of the run's services that an earlier launcher has started; return who lives."""
+        """Adopt the run's services that an earlier launcher has started; return those that live."""
 
 
 class RayLauncher:
@@ -136,7 +136,7 @@ class RayLauncher:
         return named["namespace"] == self._namespace and kind != SUPERVISOR_KIND
 
     def statuses(self, names: Iterable[str], deadline_s: float) -> Statuses:
-        """Ask who has answered the last time; who has not is waited for, and not asked once more."""
+        """Send a status call to each service without a pending one, and return the answers of all."""
         import ray
 
         gone = ServiceStatus(state=ServiceState.DEAD, error="it has no process")
@@ -177,7 +177,7 @@ class RayLauncher:
             return ServiceStatus(state=ServiceState.SILENT)
         try:
             return read_status(kind_of(name), told)
-        except WireError as error:  # nobody can watch a service whose status cannot be read
+        except WireError as error:  # a service whose status cannot be read cannot be watched
             self.counters["refused_statuses"] += 1
             return ServiceStatus(state=ServiceState.FAILED, error=f"its status cannot be read: {error}")
 
@@ -237,7 +237,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _death_of(error: Exception) -> str:
-    """Return what Ray knows of an actor's death beyond that, the same for all, it was unexpected."""
+    """Return Ray's details of an actor's death, without the standard first line."""
     first, *lines = str(error).strip().splitlines()
     said = [line for line in lines if line.strip() and not line.startswith("\t")]
     if any(HUNG_UP in line for line in said):
@@ -252,7 +252,7 @@ def _strategy_of(node: str) -> Any:
 
 
 def temporary_folder() -> Path:
-    """Return where Ray makes its folder if nobody tells it another place."""
+    """Return Ray's default place for its folder."""
     return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
 
 
@@ -266,7 +266,7 @@ def base_folder() -> Path:
 
 
 def set_up_ray() -> None:
-    """Set what Ray reads from the environment of a process before it starts or joins, where nobody has."""
+    """Set environment variables that Ray reads before it starts or joins, unless they are set."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -350,7 +350,7 @@ def _require_token(file: Path) -> None:
 
 
 def read_log(folder: Path, process: str) -> str:
-    """Return what a process, `raylet` say, of the Ray in `folder` has logged; empty if that is not there."""
+    """Return the log of a process, such as `raylet`, of the Ray in `folder`; empty without one."""
     files = sorted((folder / RAY / "session_latest" / "logs").glob(f"{process}.*"))
     return "".join(file.read_text(errors="replace") for file in files)
 

@@ -98,7 +98,7 @@ def check_nodes(config: Config) -> None:
     """Compare packages, models and data of every node with those of this one.
 
     Raises:
-        ConfigError: Which node lacks what, a line each.
+        ConfigError: Nodes differ; the message has a line for each difference.
     """
     keys, home = needed_paths(config), home_node()
     found = ask_every_node(take_inventory, tuple(keys.values()), deadline_s=CHECK_DEADLINE_S)
@@ -200,7 +200,7 @@ def sweep(namespace: str, starts: Sequence[Start]) -> list[str]:
 
 
 def _describe_sweep(address: str, answer: tuple[int, int] | str) -> str:
-    """Return what is worth telling of a node's answer, empty if nothing was left there."""
+    """Return the sentence for a node's answer, empty if nothing was left there."""
     if isinstance(answer, str):
         return f"node {address} was not swept: it {answer}"
     processes, segments = answer

@@ -19,7 +19,7 @@ _SLACK = 1e-6
 
 @dataclass(frozen=True)
 class Node:
-    """A living node of the cluster, with what it has in all."""
+    """A living node of the cluster, with its total resources."""
 
     id: str
     address: str
@@ -37,7 +37,7 @@ class Claim:
 
 
 class Placement:
-    """Remembers who is where; asked anew at each start of a service.
+    """Node of each service; called anew at each start of a service.
 
     >>> placement = Placement("a")
     >>> nodes = [Node("a", "10.0.0.1", cpus=4), Node("b", "10.0.0.2", cpus=4)]
@@ -78,11 +78,11 @@ class Placement:
         return self._claim(name, chosen.id, cpus, gpus)
 
     def forget(self, name: str) -> None:
-        """Give back what `name` was promised; harmless if it was nothing."""
+        """Free the resources reserved for `name`, if any."""
         self._claims.pop(name, None)
 
     def recall(self, name: str, node: str) -> None:
-        """Take down that a service, placed by an earlier supervisor, lives on `node`."""
+        """Record that a service, placed by an earlier supervisor, lives on `node`."""
         if name not in self._claims:
             self._claim(name, node, *self._needs.get(name.partition(".")[0], (0.0, 0.0)))
 

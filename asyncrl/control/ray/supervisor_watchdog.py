@@ -1,4 +1,4 @@
-"""Keeps a run's supervisor alive from the head's side, and notices when Ray itself dies.
+"""Watchdog in the head: restarts a dead supervisor, and detects the death of Ray itself.
 
 consumes: the supervisor's status
 waits for: its own pulse of `POLL_S`      unblocked by: time
@@ -30,10 +30,10 @@ STATUS_DEADLINE_S = 10.0
 SILENCE_LIMIT_S = 60.0
 RAY_PULSE_S = 0.5
 END_S = 10.0
-"""For the watching thread to end; it is a daemon, so that one which hangs holds up nobody."""
+"""Time for the watching thread to end; it is a daemon, so a hanging one blocks no exit."""
 ENDS = (ServiceState.ENDED, ServiceState.FAILED)
 RAY_PROCESSES = ("gcs_server", "raylet")
-"""Without either of them no service lives on."""
+"""Ray's processes without either of which no service survives."""
 
 
 def keep(
@@ -42,7 +42,7 @@ def keep(
     """Start the service, start it again whenever its process dies, and return its last status.
 
     Args:
-        tell: Told why it is started again.
+        tell: Called with the reason of each restart.
 
     Raises:
         ServiceFailed: It died more often than the budget allows.

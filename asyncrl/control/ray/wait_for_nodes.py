@@ -1,4 +1,4 @@
-"""Waits until a Ray cluster has all of its nodes.
+"""Wait for the nodes of a Ray cluster until all of them have joined.
 
 `python -m asyncrl.control.ray.wait_for_nodes HOST:PORT NODES`: for batch scripts, which start Ray on
 several machines at once. It must run on one of the nodes.

@@ -1,1 +1,1 @@
-"""Keeps a run's services as the fleet machine wants them."""
+"""Reconciler: brings a run's services to the state that the fleet machine wants."""

@@ -1,4 +1,4 @@
-"""Carries out, one by one, what the fleet machine decides about services.
+"""Actuator: performs the fleet machine's actions on services, one by one.
 
 Owns how a service is started and cleared away; decides nothing. Invariant: when `kill` returns, all that the
 incarnation of a service left is dead and cleared away: its process, those that it had started, and its shared
@@ -62,7 +62,7 @@ class ServiceActuator:
             self._children[name] = status.child_pids
 
     def carry_out(self, effect: Effect, num_restarts: int) -> Gone | None:
-        """Do it; return what came of it, if a service turned out to be gone."""
+        """Perform the action; return an event if a service turned out to be gone."""
         match effect:
             case Start():
                 return self._start(effect, num_restarts)
@@ -109,7 +109,7 @@ class ServiceActuator:
             self._retire(name)
 
     def _retire(self, name: str) -> None:
-        """Have the buffer take back what a dead replica held. If that fails its leases run out."""
+        """Have the buffer revoke a dead replica's leases. If that fails they expire."""
         try:
             self._launcher.command(BUFFER, RetireReplica(name), SHORT_DEADLINE_S)
         except (ServiceFailed, DeadlineExceeded) as error:
@@ -144,7 +144,7 @@ class ServiceActuator:
                 self._signal(name)
 
     def _signal(self, name: str) -> None:
-        """Signal its process if it is here: on another machine the number is somebody else's."""
+        """Signal its process if it is here: on another machine the pid is another process."""
         pid = self._pids.get(name)
         if pid is None or not is_of_service(pid, self._roster.run_id, name):
             return

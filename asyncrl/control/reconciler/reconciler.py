@@ -1,7 +1,7 @@
-"""Keeps a run's services as the fleet machine wants them, and tells it what is.
+"""Reconciler: feeds service states to the fleet machine and has its actions performed.
 
-Owns the machine, and decides nothing itself. Any thread may call. Invariant: what the machine has come to is
-on disk before any of it is done, so a supervisor that takes over finds every service that there may be.
+Owns the machine, and decides nothing itself. Any thread may call. Invariant: the machine's decisions are
+on disk before they are performed, so a supervisor that takes over finds every service that there may be.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SavedBound(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SavedFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """What a supervisor that takes over has to know: `fleet.json`."""
+    """State that a supervisor needs when it takes over: `fleet.json`."""
 
     run_id: str
     bound: SavedBound
@@ -79,7 +79,7 @@ class SavedFleet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rules_of(roster: Roster) -> FleetRules:
-    """Return how patient a run is with its services."""
+    """Return the deadlines and restart limits of a run's services."""
     return make_rules(roster.config, roster.num_learner_ranks, MAX_REPLICAS)
 
 
@@ -139,7 +139,7 @@ class FleetReconciler:
 
     @property
     def num_draining(self) -> int:
-        """Leavers whose processes are still up."""
+        """Leaving replicas whose processes are still up."""
         with self._lock:
             return len(self._machine.leavers)
 
@@ -175,10 +175,10 @@ class FleetReconciler:
             return unit.num_restarts if unit else 0
 
     def describe(self, name: str) -> ServiceFacts:
-        """Return what the last pulse found of a service beyond its own word."""
+        """Return the facts of the last pulse about a service beyond its own status."""
         return self._facts.get(name, UNKNOWN)
 
-    # --- what may be asked ----------------------------------------------------------------
+    # --- commands -------------------------------------------------------------------------
 
     def begin(self, replicas: int, standby: int) -> bool:
         """Start every service; or take charge of those that a dead supervisor has left, and return True.
@@ -198,7 +198,7 @@ class FleetReconciler:
             return False
 
     def scale(self, replicas: int, why: str = "") -> Begun:
-        """Want so many replicas; `why` is the autoscaler's reason. Returns what was begun."""
+        """Set the wanted number of replicas; `why` is the autoscaler's reason. Returns the begun actions."""
         with self._lock:
             self._refuse_if_ending()
             if replicas > self._machine.wanted and replicas > self._num_startable():
@@ -234,7 +234,7 @@ class FleetReconciler:
         return answer
 
     def finish_learner(self) -> None:
-        """Take down, for good, that the learner is being ended. Whoever calls has it end."""
+        """Record, for good, that the learner is being ended; the caller makes it end."""
         with self._lock:
             self._apply(Finish())
             self._save()
@@ -246,7 +246,7 @@ class FleetReconciler:
         self._actuator.dump_stacks(names)
 
     def pulse(self) -> Statuses:
-        """Ask all services how they are, do what follows from it, and return their statuses."""
+        """Poll all services, perform the resulting actions, and return the statuses."""
         with self._lock:
             run_id = self._roster.run_id
             heard = self._launcher.statuses(self._machine.names, STATUS_DEADLINE_S)
@@ -268,7 +268,7 @@ class FleetReconciler:
         return events_of(self._roster.run_id, found, self._kernel.stopped_services)
 
     def _explained(self, status: ServiceStatus) -> ServiceStatus:
-        """Add to why a service is gone what the kernel killed for want of memory, or did not start."""
+        """Add the kernel's out-of-memory kills and refused processes to the reason why a service is gone."""
         why = self._kernel.recent(self._runtime.now())
         if not why or status.state not in (ServiceState.FAILED, DEAD):
             return status
@@ -317,7 +317,7 @@ class FleetReconciler:
     # --- the machine ----------------------------------------------------------------------
 
     def _apply(self, event: Event) -> list[Effect]:
-        """Hand `event` to the machine and do what it says, also about what fails in doing so."""
+        """Hand `event` to the machine and perform its actions, and those that failures among them require."""
         done: list[Effect] = []
         events: list[Event] = [event]
         while events:
@@ -331,7 +331,7 @@ class FleetReconciler:
         return done
 
     def _apply_batch(self, events: Iterable[Event]) -> set[str]:
-        """Apply events that were all seen before the first of them is dealt with; return who was renewed.
+        """Apply events that were all seen before the first is handled; return the services replaced.
 
         The report of a service that has been ended since was of its last incarnation, not of the next.
         """
@@ -355,7 +355,7 @@ class FleetReconciler:
         return unit.num_restarts if unit else 0
 
     def _repeat_promotions(self, statuses: Statuses) -> None:
-        """Tell those again that lease by now and have not heard of it."""
+        """Resend Promote to replicas that should lease and still report standby."""
         for unit in self._machine.replicas:
             told = statuses.told_replicas.get(f"rollout.{unit.index}")
             if told is not None and told.standby:
@@ -370,7 +370,7 @@ class FleetReconciler:
         self._events.add("start", "supervisor.0", f"the supervisor takes over {len(living & known)} services")
         for name in sorted(living - known):  # to be ended, or to be started again, when the last one died
             self._actuator.kill(name)
-        # Nobody is started before it is known, from the statuses, on which nodes the others are.
+        # No service is started before the statuses have shown the nodes of the others.
         self._launcher.statuses(sorted(living & known), STATUS_DEADLINE_S)
         dead = known - living if self.ending is None else ()
         self._apply_batch(
@@ -474,13 +474,13 @@ class FleetReconciler:
 
 
 def _without_ages(state: SavedFleet) -> SavedFleet:
-    """Return what of the saved state is worth writing it anew: not that time has passed."""
+    """Return the part of the saved state whose change requires a new write: times are left out."""
     units = tuple(map(_settled, state.machine.units))
     return msgspec.structs.replace(state, machine=msgspec.structs.replace(state.machine, units=units))
 
 
 def _settled(unit: SavedUnit) -> SavedUnit:
-    """Return a unit whose times only tell whether there are any, and of its next start roughly when."""
+    """Return a unit with times reduced to their presence, and its next start rounded."""
     due_in_s = None if unit.due_in_s is None else unit.due_in_s // SAVED_EVERY_S  # not waited for all anew
     return msgspec.structs.replace(
         unit,

@@ -21,7 +21,7 @@ FINAL_ERRORS = frozenset({"ConfigError", "DataError", "UnstableTraining", "Rewar
 def events_of(
     run_id: str, statuses: Statuses, find_stopped: Callable[[str], set[str]] = stopped_services
 ) -> list[Event]:
-    """Return what the statuses of a run's services mean for the fleet; silence means nothing yet."""
+    """Return the fleet events of the services' statuses; a missing status makes none."""
     is_any_silent = any(status.state == ServiceState.SILENT for status in statuses.values())
     stopped = find_stopped(run_id) if is_any_silent else set()
     found = [event_of(name, status, is_halted=name in stopped) for name, status in statuses.items()]
@@ -59,7 +59,7 @@ def at_home(run_id: str, name: str, status: ServiceStatus) -> ServiceStatus:
 
 
 def event_of(name: str, status: ServiceStatus, *, is_halted: bool = False) -> Event | None:
-    """Return what one status means."""
+    """Return the event of one status."""
     if status.state in (ServiceState.FAILED, ServiceState.DEAD):
         return _gone(name, status)
     children = status.child_pids if isinstance(status, ReplicaStatus) else ()
@@ -71,7 +71,7 @@ def event_of(name: str, status: ServiceStatus, *, is_halted: bool = False) -> Ev
 
 
 def _num_done(status: ServiceStatus) -> int:
-    """Return what shows that a service works: an engine's answers, the learner's steps."""
+    """Return a service's count of finished work: an engine's answers, the learner's steps."""
     if isinstance(status, ReplicaStatus):
         return status.engine.trajectories if status.engine is not None else 0
     return status.step if isinstance(status, LearnerStatus) else 0

@@ -82,7 +82,7 @@ class EventLog:
                 log.warning("the event '%s' of %s could not be written yet: %s", kind, service, error)
 
     def _write(self) -> None:
-        """Append what is not written yet; a full disk gets the reserve first, and gives it back later."""
+        """Append events not written yet; on a full disk the reserve is freed first, and restored later."""
         text = "".join(self._unwritten)
         try:
             append_lines(self._path, text)

@@ -1,4 +1,4 @@
-"""`run.json`: who a live run is, and how it can be reached. Of this user alone: it holds the run's key."""
+"""`run.json`: identity and address of a live run. Mode 0600: it holds the run's key."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LiveRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def start(self) -> Start:
-        """What a later start keeps of this one."""
+        """Record of this start that a later start keeps."""
         return Start(self.run_id, self.sockets, self.pid)
 
 

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run has ended, or is being ended.
+    """End of a run, or the end in progress.
 
     Attributes:
-        service: Who it failed for. tail: The last lines of that service's log.
+        service: The failed service. tail: The last lines of that service's log.
         would_repeat: The next start would meet the same failure.
         is_removed: The run's folder was removed meanwhile.
-        command: Starts the run once more; only in memory, of who started or found it.
+        command: Starts the run once more; only in memory of the process that started or found it.
     """
 
     state: RunState
@@ -33,14 +33,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""
 
     def as_values(self) -> dict[str, object]:
-        """Return what stands in JSON."""
+        """Return the fields in JSON."""
         found: dict[str, object] = msgspec.to_builtins(self)
         unsaid = ("command",) if self.state is RunState.FAILED else ("command", "would_repeat", "is_removed")
         return {name: value for name, value in found.items() if name not in unsaid}
 
 
 def read_outcome(folder: RunDir) -> Outcome | None:
-    """Return how the run in `folder` has ended, None while it has not, or if nobody can tell."""
+    """Return the outcome of the run in `folder`, None while it lives, or if it is unknown."""
     try:
         return msgspec.json.decode(folder.outcome.read_bytes(), type=Outcome)
     except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):

@@ -99,7 +99,7 @@ def _guard_counters(last: Mapping[str, float]) -> dict[str, float]:
 
 
 def _sum(values: Column) -> float:
-    """Return the sum of what is there: a row from the learner's own log lacks what the fleet did."""
+    """Return the sum of the present values: a row from the learner's own log lacks the fleet's."""
     return float(np.nansum(values))
 
 

@@ -57,7 +57,7 @@ def _publisher_metrics(statuses: Statuses) -> dict[str, float]:
 
 
 class ServedWeights(Message, frozen=True, kw_only=True):
-    """What a replica says of its weights; None for what it does not say."""
+    """Weights of a replica by its own status; None for a field that it lacks."""
 
     state: ServiceState
     version: int | None = None
@@ -65,7 +65,7 @@ class ServedWeights(Message, frozen=True, kw_only=True):
 
 
 class WeightsAnswer(Message, frozen=True, kw_only=True):
-    """What the services of weight sync said last, those that have spoken, and the replicas."""
+    """Last statuses of the weight-sync services and the replicas that have reported."""
 
     coordinator: CoordinatorStatus | None
     publisher: PublisherStatus | None
@@ -73,7 +73,7 @@ class WeightsAnswer(Message, frozen=True, kw_only=True):
 
 
 def weights_answer(statuses: Statuses) -> WeightsAnswer:
-    """Return what the coordinator and the publisher say, and each replica's own version and last swap."""
+    """Return the coordinator's and the publisher's status, and each replica's version and last swap."""
     replicas = {}
     for name, one in statuses.replicas.items():
         told = one if isinstance(one, ReplicaStatus) else None

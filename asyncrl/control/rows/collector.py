@@ -49,11 +49,11 @@ class RowCollector:
 
     @property
     def write_error(self) -> str:
-        """Why the last row is not on the disk yet, empty if it is."""
+        """Error that keeps the last row off the disk, empty if it is written."""
         return self._recorder.write_error
 
     def begin(self, incarnation: int, *, is_taken_over: bool) -> None:
-        """Take down what an earlier supervisor left.
+        """Record the rows that an earlier supervisor left.
 
         Args:
             incarnation: Of the learner.
@@ -64,7 +64,7 @@ class RowCollector:
         self._must_skip = is_taken_over
 
     def note(self, now: float, statuses: Statuses) -> None:
-        """Take note of what the rates of the next rows are made of."""
+        """Note the counters from which the rates of the next rows are computed."""
         self._meter.note(now, statuses)
 
     def write_rest(self) -> None:
@@ -114,13 +114,13 @@ class RowCollector:
         return number in {0, *self._seen_evaluations}
 
     def close(self) -> None:
-        """Take down what the learner handed to nobody, and let go of the files."""
+        """Record the rows that the learner never handed over, and close the files."""
         self._recover()
         self._run_dir.remove_learner_rows()
         self._recorder.close()
 
     def _recover(self) -> bool:
-        """Take down rows that a learner wrote and handed over to nobody; return whether there were any."""
+        """Record rows that a learner wrote and never handed over; return whether there were any."""
         try:
             lost = lost_rows(iterate_rows(self._run_dir.metrics), read_rows(self._run_dir.path))
         except OSError as error:

@@ -35,7 +35,7 @@ class Meter:
 
     def update(self, now: float, statuses: Statuses) -> dict[str, float]:
         """Take in the statuses of time `now` (seconds) and return the rollout side's metrics."""
-        # Who is silent for a pulse, or has left, keeps its last count: the sum must not fall and rise.
+        # A replica that is silent for a pulse, or has left, keeps its last count: the sum must not fall.
         for name, status in statuses.told_replicas.items():
             if status.engine is not None:
                 self._take(name, status)
@@ -108,7 +108,7 @@ def _idle_metrics(gain: Mapping[str, float]) -> dict[str, float]:
 
 
 def _overlong_metrics(gain: dict[str, float]) -> dict[str, float]:
-    """Return what overlong answers lost; nothing where rewards are not shaped."""
+    """Return the penalties of overlong answers; none where rewards are not shaped."""
     if not gain["scored"]:
         return {}
     return {

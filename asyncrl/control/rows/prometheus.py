@@ -31,7 +31,7 @@ class _Sample(NamedTuple):
 
 
 def prometheus_text(snapshot: Snapshot, row: Mapping[str, object]) -> str:
-    """Return what Prometheus scrapes.
+    """Return the text that Prometheus scrapes.
 
     Args:
         snapshot: Of the supervisor; its `evaluation` is the newest row of one.

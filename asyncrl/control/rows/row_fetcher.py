@@ -1,4 +1,4 @@
-"""Fetches the learner's rows, however long it takes to answer.
+"""Fetcher of the learner's rows, which tolerates slow answers.
 
 Owns the one question that is open. Invariant: an answer that is late is waited on for, from pulse to pulse.
 Asked anew each time, a learner that takes longer than a pulse may wait would never hand over a row: under
@@ -20,7 +20,7 @@ from asyncrl.core.service_status import LEARNER
 log = logging.getLogger(__name__)
 
 ANSWER_DEADLINE_S = 60.0
-"""Then it is asked once more: a learner that is silent for so long is ended, see `fleet/machine.py`."""
+"""Deadline of a call, which is then repeated; a learner silent for so long is ended (`fleet/machine.py`)."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Question:
 
 
 class RowFetcher:
-    """Asks in a thread of its own, for whoever has one pulse to wait."""
+    """Fetcher with its own thread, for a caller that waits one pulse."""
 
     def __init__(self, launcher: Launcher, runtime: Runtime) -> None:
         self._launcher = launcher

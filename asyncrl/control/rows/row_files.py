@@ -62,7 +62,7 @@ def compress(path: Path) -> None:
     _replace(target, path.read_bytes())
     empty = path.with_name(f".{path.name}.empty")
     empty.touch()
-    empty.replace(path)  # a new file, not a shorter one: who reads on knows
+    empty.replace(path)  # a new file, not a shorter one: readers notice that
 
 
 def older_files(path: Path) -> list[Path]:
@@ -94,7 +94,7 @@ def iterate_rows(path: Path) -> Iterator[Row]:
         if not one.exists():
             continue
         for number, line in enumerate(lines_of(one), 1):
-            if line.endswith(b"\n"):  # not what a process that died left of the last line
+            if line.endswith(b"\n"):  # without the partial last line of a process that died
                 yield _read_row(line.decode(errors="replace"), f"{one}:{number}")
 
 
@@ -160,7 +160,7 @@ def _number_of(path: Path) -> int:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Cut what a process that died left of its last line: a row appended to it would be lost too."""
+    """Cut the partial last line of a process that died: a row appended to it would be lost too."""
     if path.exists():
         data = path.read_bytes()
         os.truncate(path, data.rfind(b"\n") + 1)

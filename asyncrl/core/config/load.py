@@ -1,4 +1,4 @@
-"""From YAML files and `--set` options to a checked `Config`, with every error at once.
+"""Configuration loader: reads YAML files and `--set` options and reports every error at once.
 
 Relative paths in a configuration (model folders, data files, `run.dir`) are read from the current
 directory, not from the folder of the file: what `up` does depends on where it is called, as with
@@ -31,7 +31,7 @@ from asyncrl.core.errors import ConfigError, UnknownRun
 REPAIR_ROUNDS = 4
 OPTION = "--set "
 WRITTEN_BY_RUNS = ("resolved.yaml", "asked.yaml")
-"""Without a number of their form these are of an asyncrl that wrote none."""
+"""Files that runs write. One without a `format` key was written before that key existed."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def load_config(path: str | Path | Sequence[str | Path], overrides: Sequence[str
 def load_resolved(folder: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of the run in `folder`, changed by `overrides`.
 
-    One that an older asyncrl wrote is brought to the current form.
+    A `resolved.yaml` from an older asyncrl is migrated to the current format.
 
     Raises:
         ConfigProblems: The overrides are wrong.
@@ -88,10 +88,10 @@ def _refuse_other(resolved: Path) -> None:
 def load(
     path: str | Path | Sequence[str | Path], overrides: Sequence[str] = (), assumed_format: int = FORMAT
 ) -> Loaded:
-    """As `load_config`, and keep the places for problems that are found later.
+    """Load like `load_config`, and also return the source location of each value.
 
     Args:
-        assumed_format: The form of a file that does not name its own.
+        assumed_format: Format of a file without a `format` key.
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
     document = _read_files(paths, assumed_format)
@@ -110,7 +110,7 @@ def load(
 
 
 def _find_unused(config: Config, values: JsonObject, places: Places) -> list[Problem]:
-    """Return what a person wrote and does nothing, though it is the default; a dump has every key."""
+    """Return a problem if `critic` was set and has no effect; a dump, which sets every key, is exempt."""
     critic = values.get("critic")
     written = set(critic) if isinstance(critic, dict) else set()
     if not written or written == set(CriticSection.model_fields) or not has_no_critic(config):
@@ -172,7 +172,7 @@ def _read_text(path: Path) -> str:
 
 
 def _override(document: Document, values: JsonObject, text: str) -> None:
-    """Put one `--set` into `values`; what is wrong with it goes to `document.problems`."""
+    """Put one `--set` into `values`; add its problems to `document.problems`."""
     where = OPTION + hide_in_option(text)
     key, equals, value_text = text.partition("=")
     path = tuple(key.strip().split("."))
@@ -191,7 +191,7 @@ def _override(document: Document, values: JsonObject, text: str) -> None:
             parent[part] = {}
         section = parent[part]
         if not isinstance(section, dict):
-            return  # the value there is no section, which is reported where it stands
+            return  # not a mapping: `_check` reports it at its own location
         parent = section
     parent[path[-1]] = given.values
     for length in range(1, len(path) + 1):
@@ -201,10 +201,10 @@ def _override(document: Document, values: JsonObject, text: str) -> None:
 
 
 def _check(values: JsonObject, places: Places) -> tuple[Config | None, list[Problem]]:
-    """Return the configuration, or all that is wrong: fields first, then what does not fit together.
+    """Return the configuration, or all problems: field errors first, then conflicts between sections.
 
-    Sections that do not fit together show only in a tree whose fields are right. So the tree is
-    checked again without the wrong fields, and conflicts between the others are reported too.
+    Conflicts can only be checked in a tree whose fields are valid. So the tree is checked again
+    without the wrong fields, and conflicts between the others are reported too.
     """
     values = {
         key: {} if value is None and key in Config.model_fields else value for key, value in values.items()

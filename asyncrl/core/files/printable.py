@@ -19,10 +19,10 @@ ESCAPED = "\\n"
 
 
 def printable(text: str, newline: str = "\n") -> str:
-    r"""Return `text` with what would steer a terminal, or turn its line around, written out.
+    r"""Return `text` with escapes in place of characters that steer a terminal or reverse its line.
 
     Args:
-        newline: What stands for a newline: itself, `INDENTED` or `ESCAPED`.
+        newline: Replacement of a newline: itself, `INDENTED` or `ESCAPED`.
 
     >>> printable("a\x1b[2Jb\n2026-01-01 ERROR forged", INDENTED)
     'a\\x1b[2Jb\n  2026-01-01 ERROR forged'

@@ -32,12 +32,12 @@ class RoundRecord(_Entry, frozen=True, tag="round"):
 
     Attributes:
         number, step: Of the version; digest, version_bytes: as far as the coordinator still knew them.
-        parts: What each member had done at the end, by name.
+        parts: State of each member at the end, by name.
         seconds: From the offer to the end.
         num_bytes: That the publisher sent, once for all members.
-        cause: Why it failed; empty if it did not.
-        causes: Why each member failed.
-        culprits: Who was to blame.
+        cause: Cause of its failure; empty without one.
+        causes: Cause of failure by member.
+        culprits: Members to which the failure is attributed.
     """
 
     round: int
@@ -79,13 +79,13 @@ class MembersRecord(_Entry, frozen=True, tag="members"):
 
 
 class FencesRecord(_Entry, frozen=True, tag="fences"):
-    """Which members take no leases, and before which version number."""
+    """Members that take no leases before they serve the given version number."""
 
     fences: Mapping[str, int]
 
 
 Record = RoundRecord | BlameRecord | LoadFailureRecord
-"""What the protocol notes; the others are of the coordinator."""
+"""Records of the protocol; the others are of the coordinator."""
 Entry = Record | StartRecord | MembersRecord | FencesRecord
 _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 

@@ -18,7 +18,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself: the shape of each tensor, and the size of the whole file."""
+    """Header of a file: the shape of each tensor, and the size of the whole file."""
 
     shapes: dict[str, tuple[int, ...]]
     num_bytes: int

@@ -1,4 +1,4 @@
-"""Prints the page of metrics: `python -m asyncrl.core.metrics > docs/metrics.md`."""
+"""Entry point that prints the page of metrics: `python -m asyncrl.core.metrics > docs/metrics.md`."""
 
 from __future__ import annotations
 

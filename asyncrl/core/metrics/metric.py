@@ -9,7 +9,7 @@ Row = dict[str, float]
 """Metrics by their names, of one step or of one evaluation."""
 
 Reduction = Literal["mean", "max", "min", "sum", "leader"]
-"""How one step's value comes out of its microbatches, updates and data-parallel ranks. `leader`: rank 0
+"""Rule for one step's value from its microbatches, updates and data-parallel ranks. `leader`: rank 0
 or the supervisor alone knows the value."""
 
 Over = Literal[
@@ -24,9 +24,9 @@ Over = Literal[
     "updates",
     "-",
 ]
-"""What a mean is taken over. Counted tokens are sampled ones before any was masked for its age or
-rejected; those in bound are left once age has masked some; current ones belong to rows that the weights being
-trained have sampled whole; trained ones entered the loss; checked ones were looked at again after it. A row
+"""Tokens or rows that a mean is taken over. Counted tokens are sampled ones before masking by age or
+rejection; those in bound are left after masking by age; current ones belong to rows that the weights being
+trained have sampled whole; trained ones entered the loss; checked ones were measured again after it. A row
 is a trajectory; it is answered if its response has at least one token (verl: not aborted)."""
 
 
@@ -37,10 +37,10 @@ class Metric:
     Attributes:
         name: verl's name where verl has the metric.
         unit: `1` for a pure number.
-        meaning: What it is, and when it is there if not always.
+        meaning: Its meaning, and the condition under which it is present.
         reduction: See `Reduction`.
         over: See `Over`; "-" unless the reduction is a mean.
-        source: Who makes it: `step` (every learner rank), `leader`, `supervisor`, `evaluation`, `guard`.
+        source: Its producer: `step` (every learner rank), `leader`, `supervisor`, `evaluation`, `guard`.
     """
 
     name: str

@@ -33,7 +33,7 @@ PLACEHOLDERS = {
     "part": r"[^/]+",
     "sink": r"[a-z][a-z0-9_]*",
 }
-"""What each `<word>` in a name may stand for."""
+"""Values that each `<word>` in a name may stand for."""
 
 
 def find(name: str) -> Metric | None:

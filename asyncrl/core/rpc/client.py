@@ -115,7 +115,7 @@ class Client:
         with self._locked(call):
             try:
                 while (result := self._begun.get(call.id)) is None:
-                    # What has come is taken even if the time is over.
+                    # A reply that has arrived is taken even if the time is over.
                     if not self._line.wait(call.end_s - self._runtime.now()):
                         raise _late(call.op, self.address, call.deadline_s)
                     if (message := self._line.receive()) is not None:

@@ -25,11 +25,11 @@ MAX_WAIT_S = 600.0
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 """A text that is kept, or comes back in errors: a service's name, a digest."""
 Wait = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAIT_S)]
-"""How long a long poll may wait, in seconds."""
+"""Time that a long poll may wait, in seconds."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request or an answer holds beside its frames."""
+    """Struct of a request or an answer, beside its frames."""
 
 
 class Done(Message, frozen=True):
@@ -47,7 +47,7 @@ A = TypeVar("A", bound=Message)
 
 @dataclass(frozen=True)
 class Reply:
-    """What a call returned, before it is read as an operation's answer."""
+    """Raw result of a call, before it is read as an operation's answer."""
 
     args: dict[str, Any]
     frames: list[Frame]
@@ -55,7 +55,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Answer(Generic[A]):
-    """What an operation returned."""
+    """Result of an operation."""
 
     message: A
     frames: Sequence[Frame] = ()

@@ -1,4 +1,4 @@
-"""The table of a service: what it does for each operation (`asyncrl.core.rpc.message`)."""
+"""The table of a service: a handler for each operation (`asyncrl.core.rpc.message`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def send_answer(request: Request, answer: Answer[Any]) -> None:
 
 
 class Operations:
-    """What a service does for each operation.
+    """Handlers of a service, one for each operation.
 
     Args:
         who: Names the service in refusals, as in `the buffer`.

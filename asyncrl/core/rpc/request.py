@@ -1,4 +1,4 @@
-"""One call as each side sees it, and what a service must offer to be called."""
+"""One call as each side sees it, and the protocol of a service's handler."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Request:
     """One call that arrived; answer it once, now or later.
 
     Attributes:
-        sent_s: When the caller sent it, by its own monotonic clock; None if it did not say.
-        within_s: How long from then it waits for the answer.
-        lay_s: How long it lay before it was read, at least (`asyncrl.core.rpc.server`).
+        sent_s: Send time by the caller's monotonic clock; None if the caller gave none.
+        within_s: Time from then that the caller waits for the answer.
+        lay_s: Time in the queue before it was read, at least (`asyncrl.core.rpc.server`).
         role: Of the caller, by its key; `SERVICE` for every caller of a server without keys.
     """
 
@@ -43,7 +43,7 @@ class Request:
 
     @property
     def patience_s(self) -> float:
-        """How much longer the caller waited when this was read, at most; at 0 or below it had given up."""
+        """Time that the caller still waits, at most, when this was read; at 0 or below it has given up."""
         return self.within_s - self.lay_s
 
     def reply(self, frames: Sequence[wire.Frame] = (), **args: Any) -> None:
@@ -63,7 +63,7 @@ class Request:
 
 
 class Handler(Protocol):
-    """What a service does with requests and as time passes, in the server's one thread.
+    """Handler of a service's requests and timers, in the server's one thread.
 
     Invariant: between two calls nothing happens to it, so `wake_at` is asked for once per wait.
     """

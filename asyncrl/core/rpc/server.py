@@ -40,8 +40,8 @@ class Server:
         bind: A ZMQ address; `*` as port takes a free one, see `address`.
         keys: With keys only their allowed clients can connect, encrypted; without, anybody can who
             reaches the address: loopback or a socket file, any other is a ConfigError.
-        limits: What a request may be.
-        generator_ops: What a generator's key opens; a service's opens all.
+        limits: Of one request.
+        generator_ops: Operations allowed to a generator's key; a service's key allows all.
 
     `counters`: `requests`, `malformed`, `oversized`, `internal_errors`, `refused_keys`, `refused_ops`,
     `reopened`.

@@ -13,7 +13,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # mallopt(3)
 KEPT_BYTES = 256 << 20
 PAD_BYTES = 16 << 20
 LARGEST_KEPT_BLOCK_BYTES = 32 << 20
-"""What glibc raises its own threshold to at most; larger blocks always go back at once."""
+"""Highest value to which glibc raises its own threshold; larger blocks always go back at once."""
 
 
 def keep_freed_memory() -> bool:

@@ -166,7 +166,7 @@ class Listener(Protocol):
 
 
 class Network(Protocol):
-    """What carries messages of parts, in order, over connections that may break."""
+    """Carrier of multipart messages, in order, over connections that may break."""
 
     def dealer(self, address: str, keys: ClientKeys | None) -> Line:
         """Return a line to `address`, before or after somebody listens there.

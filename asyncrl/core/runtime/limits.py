@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from asyncrl.core import wire
 
 SPARE_BYTES = 1 << 30
-"""What a service may take beyond twice the groups that it keeps."""
+"""Memory that a service may take beyond twice the groups that it keeps."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may be.
+    """Limits of one request.
 
     Attributes:
         frame_bytes: The longest part of a message; a longer one ends the connection before it is read.

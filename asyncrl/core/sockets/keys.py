@@ -21,7 +21,7 @@ KEY_CHARACTERS = 40
 
 
 class Role(StrEnum):
-    """What a client may ask for: everything, or only what a server offers to those who generate."""
+    """Rights of a client: all operations, or only those that a server offers to generators."""
 
     SERVICE = "service"
     GENERATOR = "generator"
@@ -29,7 +29,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """What a server needs: its key pair, and the public keys that may connect, with the role of each."""
+    """Keys of a server: its key pair, and the public keys that may connect, with the role of each."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -38,7 +38,7 @@ class ServerKeys:
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """What a client needs: its key pair, and the server's public key."""
+    """Keys of a client: its key pair, and the server's public key."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -47,7 +47,7 @@ class ClientKeys:
 
 @dataclass(frozen=True)
 class RunKeys:
-    """The keys of one start of a run, or what one of its processes gets of them: `client` is its own."""
+    """The keys of one start of a run, or the part that one process gets: `client` is its own."""
 
     client: ClientKeys
     server: ServerKeys | None = None

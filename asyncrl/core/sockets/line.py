@@ -38,7 +38,7 @@ class ZmqLine:
     (`Assertion failed: !_more (src/fq.cpp)`).
 
     Attributes:
-        socket: What is sent over it before `is_up` waits, and is lost if the connection never comes about.
+        socket: A message sent over it before `is_up` waits, and is lost if the connection is never made.
         reports: Readable when `look` may find something.
 
     Raises:

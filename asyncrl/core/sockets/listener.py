@@ -25,7 +25,7 @@ from asyncrl.core.wire import Frame
 _NOBLOCK = int(zmq.NOBLOCK)
 _READABLE = int(zmq.POLLIN)
 REOPEN_S, REOPEN_PAUSE_S = 5.0, 0.01
-"""How long libzmq may take to give the address back, and between two tries to have it."""
+"""Time that libzmq may take to release the address, and the pause between two attempts to bind it."""
 MAX_WAIT_MS = 1 << 30
 WAKES_AT_ONCE = 4096
 

@@ -22,7 +22,7 @@ HANDSHAKE_MS = 10_000
 HEARTBEAT_MS, SILENCE_MS = 5_000, 30_000
 """A peer is pinged so often, and its connection is dropped after so long without an answer."""
 WAITING_BYTES = 64 << 20
-"""What the messages of one connection that wait for a busy server may take, about."""
+"""Approximate memory for messages of one connection that wait for a busy server."""
 MIN_WAITING, MAX_WAITING = 8, 1000
 UNSENT_REPLIES = 512
 """Replies kept for a peer that does not read; further ones are dropped. libzmq learns in steps of half of

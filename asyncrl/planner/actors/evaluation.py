@@ -35,7 +35,7 @@ class PinnedWork:
     """See the module.
 
     Attributes:
-        part: What the ledger handed out. version: That answers it.
+        part: The part handed out by the ledger. version: The version that answers it.
         key: Of its requests in the engine; no ticket has such a one.
     """
 

@@ -26,7 +26,7 @@ class InFlight:
         trajectories: Of these groups.
         tokens: Sampled ones of these trajectories.
         sequences: That all engines work on at once.
-        rule: What sets the number of groups.
+        rule: Rule that sets the number of groups.
     """
 
     groups: int

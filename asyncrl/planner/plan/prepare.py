@@ -1,4 +1,4 @@
-"""Turning what a configuration names into files on this machine, once, before anything starts.
+"""Preparation of a run: resolves names in a configuration to files on this machine, once, before the start.
 
 `builtin:NAME` is put there on first use and kept under `<run.dir>/builtin`; a hub id is fetched once and
 pinned to the revision that was found.

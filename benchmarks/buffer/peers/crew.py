@@ -1,4 +1,4 @@
-"""Starts the processes of a way, runs its turns and reads their processor time; makes their environments.
+"""Process crew of a compared way: its start, turns, processor time and virtual environment.
 
 Owns the processes: they end with the crew, however it ends. A peer whose packages are not ours runs in
 an environment of its own, made once from where this machine's pip is configured to look; what cannot
@@ -31,14 +31,14 @@ ROOT = Path.cwd()
 INSTALL_DEADLINE_S = 900.0
 ANSWER_DEADLINE_S = 40.0
 CONNECT_S = 0.4
-"""What processes get to connect before producers begin."""
+"""Time for processes to connect before producers begin."""
 LONGEST_TURN_S = 60.0
 """A way that delivers nothing in as long a turn has failed."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one turn measured.
+    """Figures of one turn.
 
     Attributes:
         per_s: Trajectories delivered and decoded, per second.

@@ -73,7 +73,7 @@ class Way(Protocol):
 
 @dataclass
 class Log:
-    """What one process did: trajectories counted in the window; times of entries of a paced turn."""
+    """Log of one process: trajectories counted in the window; times of entries of a paced turn."""
 
     num_trajectories: int = 0
     times: dict[int, float] = field(default_factory=dict)

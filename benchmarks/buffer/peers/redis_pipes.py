@@ -23,7 +23,7 @@ from benchmarks.buffer.peers.zmq_pipe import COLUMNS, encode
 STREAM, GROUP, SEEN = "stream", "learner", "seen"
 PIPELINED = 4
 AHEAD_GROUPS = 64
-"""How far producers may be ahead, so that a fast one does not fill the memory."""
+"""Lead that producers may have, so that a fast one does not fill the memory."""
 START_DEADLINE_S = 10.0
 
 

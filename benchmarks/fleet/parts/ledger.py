@@ -37,7 +37,7 @@ MAX_LAG = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """What a number of trajectories cost.
+    """Cost of a number of trajectories.
 
     Attributes:
         us_per_trajectory: Processor time of all requests of replicas and learner.
@@ -106,7 +106,7 @@ class Fleet:
     """A run of `num_replicas`.
 
     Args:
-        load: What the learner takes for a step over what the fleet takes to generate it: above 1 replicas
+        load: Ratio of the learner's time for a step to the fleet's time to generate it: above 1 replicas
             wait for leases.
     """
 
@@ -145,7 +145,7 @@ class Fleet:
 
     @property
     def residue(self) -> int:
-        """What the ledger's laws leave unexplained."""
+        """Residue of the ledger's accounting laws; 0 if they hold."""
         return take_census(self._buffer.ledger.state).residue
 
     @property

@@ -52,7 +52,7 @@ MIN_STEPS = 20
 
 @dataclass(frozen=True)
 class Load:
-    """What a fleet offers: `groups_per_s` of all replicas together, 0 for as much as the buffer takes."""
+    """Offered load of a fleet: `groups_per_s` of all replicas together, 0 for as much as the buffer takes."""
 
     num_replicas: int
     groups_per_s: float = 0.0
@@ -61,7 +61,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Mark:
-    """How far everything was as the learner ended a step.
+    """Counters at the end of a learner step.
 
     Attributes:
         time_s: Of the monotonic clock, which all processes share.
@@ -76,7 +76,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Taken:
-    """What the buffer took in `seconds`, with `cpu_s` of its process."""
+    """Trajectories that the buffer took in `seconds`, with `cpu_s` of its process."""
 
     seconds: float
     cpu_s: float

@@ -10,7 +10,7 @@ FULL = 0.9
 
 
 class Gauges(Protocol):
-    """What an engine tells of itself."""
+    """Gauges of an engine."""
 
     @property
     def num_preempted(self) -> int:

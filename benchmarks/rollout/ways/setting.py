@@ -38,7 +38,7 @@ NO_BOUND = 1 << 20
 
 @dataclass(frozen=True)
 class Count:
-    """What a way has generated, and what it is at, at a time of the clock that all processes share."""
+    """Tokens and requests of a way, done and in flight, at a time of the clock that all processes share."""
 
     at_s: float
     num_tokens: int

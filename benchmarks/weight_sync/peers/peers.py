@@ -86,7 +86,7 @@ class Peer:
 
 
 class ChildError(str):
-    """What went wrong in a child."""
+    """Error message of a child."""
 
 
 def _run(entry: Entry, pipe: Connection, args: tuple[Any, ...]) -> None:

@@ -106,8 +106,8 @@ def value_loss(
     Args:
         values_N: Of the critic being trained; carries the gradient.
         old_values_N: At the start of the step, from which the returns were made.
-        returns_N: What to predict.
-        clip: How far from the old prediction an improvement counts.
+        returns_N: Target of the prediction.
+        clip: Distance from the old prediction within which an improvement counts.
     """
     bounded_N = torch.minimum(torch.maximum(values_N, old_values_N - clip), old_values_N + clip)
     plain_N, clipped_N = (values_N - returns_N).square(), (bounded_N - returns_N).square()

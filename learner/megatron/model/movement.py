@@ -1,4 +1,4 @@
-"""Moves activations between layouts: packed to padded buckets, and between context-parallel ranks.
+"""Movement of activations between layouts: packed to padded buckets, and between context-parallel ranks.
 
 Each function is exact in both directions; none of them computes. Invariant: the gradient of a token's
 value is the sum over all places that read it.

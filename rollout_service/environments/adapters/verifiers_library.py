@@ -1,7 +1,7 @@
 """Environments of the `verifiers` library: a `MultiTurnEnv` and its rubric, without its own sampling.
 
 Written to the interface of `verifiers` 0.1 (`init_state`, `setup_state`, `env_response`, `is_completed`, and
-a rubric's `score_rollout`), in both forms that its releases gave it. The tests use classes of that
+a rubric's `score_rollout`), with the signatures used before 0.1.8 and since. The tests use classes of that
 interface; the library is no dependency. Tried by hand with 0.1.9; later interfaces are refused.
 """
 
@@ -94,12 +94,12 @@ class VerifiersLibrary:
     the `task`. Tool calls of the library's own tool environments are not parsed.
 
     Args:
-        id: What `verifiers.load_environment` is called with.
-        arguments: For it too.
+        id: Name passed to `verifiers.load_environment`.
+        arguments: Keyword arguments passed to it.
         load: Loads an environment, in place of `verifiers.load_environment`.
 
     Raises:
-        ConfigError: The library is not installed, or the environment has no turns of its own.
+        ConfigError: The library is not installed, or the environment lacks one of `NEEDED`.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class VerifiersLibrary:
 
 
 class VerifiersEpisode(Environment):
-    """One episode: the library's state, fed with what the model says."""
+    """One episode: the library's state, updated with each answer of the model."""
 
     def __init__(self, env: LibraryEnvironment, prompt: Prompt) -> None:
         if isinstance(prompt.content, str):
@@ -142,7 +142,7 @@ class VerifiersEpisode(Environment):
         return ""
 
     async def _first_state(self) -> State:
-        """Return the library's own state where it makes one from a row (0.1.8), else what it had before."""
+        """Return the state of `init_state` if that takes a row (from 0.1.8 on), else the earlier form."""
         init_state = getattr(self._env, "init_state", None)
         if init_state is None or "input" not in inspect.signature(init_state).parameters:
             row = self._row

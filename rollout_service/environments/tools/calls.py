@@ -58,7 +58,7 @@ class PatternCalls:
 
     Args:
         argument: Name of the tool's argument.
-        reply: What the model reads; `{result}` stands for the result.
+        reply: Text that the model reads; `{result}` stands for the result.
 
     Raises:
         ConfigError: The pattern or the reply cannot be used.

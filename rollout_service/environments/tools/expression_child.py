@@ -1,4 +1,4 @@
-"""Evaluates Python expressions from its input, one JSON line each: the child process of `python_expression`.
+"""Child process of `python_expression`: evaluates Python expressions from its input, one JSON line each.
 
 It is run by path, isolated, and imports the standard library only. An expression is parsed and walked,
 never compiled: there are no names but those below, no attributes but `math.*`, no way to define or to

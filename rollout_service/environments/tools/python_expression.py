@@ -30,8 +30,8 @@ class PythonExpression:
     """The tool `python`.
 
     Args:
-        timeout_s: How long one expression may take, by the clock; its process is killed then.
-        memory_bytes: How much memory a process may have, the interpreter's 20 MB included.
+        timeout_s: Time limit of one expression, by the clock; its process is killed then.
+        memory_bytes: Memory limit of a process, the interpreter's 20 MB included.
         processes: Most of them at once; further calls wait.
 
     Raises:

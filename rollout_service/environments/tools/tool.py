@@ -20,7 +20,7 @@ class Tool(Protocol):
     """A function of the model's.
 
     Attributes:
-        name: What the model calls it.
+        name: Its name in calls.
         description: For the prompt.
         argument: Name of its one argument, which is text.
     """

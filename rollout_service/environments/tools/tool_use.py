@@ -29,10 +29,10 @@ class ToolUse:
 
     Args:
         tools: Names, or a mapping from name to the tool's own arguments.
-        call: How a call is written: a pattern with one group, for the argument of the one tool. Without it
+        call: Format of a call: a pattern with one group, for the argument of the one tool. Without it
             calls are JSON between `<tool_call>` tags.
-        reply: With `call`: what the model reads.
-        role: Without `call`: who speaks the results in a chat.
+        reply: With `call`: text that the model reads.
+        role: Without `call`: chat role of the results.
 
     Raises:
         ConfigError: There is no such tool, or it does not take these arguments.

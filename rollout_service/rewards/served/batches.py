@@ -1,4 +1,4 @@
-"""Collects calls into batches: what arrives within a few milliseconds, up to a number, goes together.
+"""Batcher of calls: those that arrive within a few milliseconds go together, up to a number.
 
 Invariant: every call gets the answer of its own place in its batch, or an error. It waits for as long as
 the batches before it take: a deadline is of a batch, and `run` keeps it.
@@ -25,7 +25,7 @@ class Batches(Generic[Item]):
     Args:
         run: Scores a batch, one outcome per item; may raise RewardError for the whole of it. It must end.
         max_items: Of a batch.
-        wait_s: How long the first item of a batch waits for others.
+        wait_s: Time that the first item of a batch waits for others.
         max_running: Batches at once.
     """
 

@@ -1,4 +1,4 @@
-"""Makes a Hugging Face folder: a byte-level tokenizer with a chat template and a random Qwen3.
+"""Maker of a Hugging Face folder: a byte-level tokenizer with a chat template and a random Qwen3.
 
 Its rewards are about 0: it is there so that real prompts, long and uneven, go through every part.
 """

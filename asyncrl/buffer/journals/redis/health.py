@@ -29,10 +29,10 @@ class RedisHealth:
         tell: Told at once when Redis goes away, and when it is back.
 
     Attributes:
-        next_try: When to try again to reach it, in the runtime's seconds, while it is away.
+        next_try: Time of the next attempt to reach it, in the runtime's seconds, while it is away.
         backoff_s: The pause before the attempt after that.
         eviction: The policy by which it evicts keys, empty if it evicts none.
-        losses: What it lost, the newest last.
+        losses: Its losses of data, the newest last.
     """
 
     def __init__(self, runtime: Runtime, counters: Counter[str], tell: Tell) -> None:
@@ -57,7 +57,7 @@ class RedisHealth:
         return not self.is_away or self._runtime.now() >= self.next_try
 
     def note_away(self, label: str, error: Exception) -> None:
-        """It cannot be reached, or does not do what it is asked."""
+        """Note that it cannot be reached, or refuses commands."""
         now = self._runtime.now()
         explained = explain_refusal(label, error)
         self._away_reason = explained.message if explained else str(error) or type(error).__name__
@@ -73,7 +73,7 @@ class RedisHealth:
         self._tell(self.obstacles(label))
 
     def note_back(self, label: str) -> None:
-        """It has done what it was asked."""
+        """Note that it performs commands again."""
         self.backoff_s = BACKOFF_S[0]
         if self._away_since is not None:
             away_s = self._runtime.now() - self._away_since
@@ -82,7 +82,7 @@ class RedisHealth:
             self._tell([])
 
     def note_loss(self, label: str, why: str) -> None:
-        """It has lost what it had acknowledged."""
+        """Note that it has lost acknowledged data."""
         self._counters["redis_wiped"] += 1
         loss = (
             f"Redis at {label} lost acknowledged data ({why}): the ledger and the payloads in "

@@ -52,7 +52,7 @@ class RedisJournal:
         run: Names the run among all that share the Redis.
         url: Returns where Redis is; asked before every connection, and every second. `ServiceFailed`: it
             cannot be started there now.
-        connect_deadline_s: How long the first connection may take.
+        connect_deadline_s: Time limit of the first connection.
         tell: Told at once when Redis goes away, and when it is back.
 
     Raises:
@@ -223,7 +223,7 @@ class RedisJournal:
     def listen(self, call: Callable[[], None]) -> None: ...
 
     def tick(self, now: float) -> None:
-        """Delete what was released; see whether Redis is away, back, wiped or taken over."""
+        """Delete released payloads; check whether Redis is away, back, wiped or taken over."""
         if self._payloads.deletions or not self._link.is_up:
             self._work(self._write_turns)
         elif self._runtime.now() >= self._next_look:
@@ -278,7 +278,7 @@ class RedisJournal:
         return True
 
     def _write_turns(self) -> None:
-        """Send what is not written yet, in one transaction behind the payloads, and read the answers."""
+        """Send unwritten turns, in one transaction behind the payloads, and read the answers."""
         self._payloads.send_rest(self._link)
         turns, deletions = self._backlog, self._payloads.deletions
         number = turns[-1][0] if turns else self._turn
@@ -290,7 +290,7 @@ class RedisJournal:
             commands.append(("HDEL", self._keys["payloads"], *deletions))
         self._run_transaction(number, commands)
         self._backlog, self._payloads.deletions = [], []
-        self._refuse_unwritten()  # its events are there, but nobody is answered before the payload is
+        self._refuse_unwritten()  # its events are there, but no reply is sent before the payload is
 
     def _write_payloads(self) -> None:
         self._payloads.send_rest(self._link)
@@ -349,7 +349,7 @@ class RedisJournal:
     # Away and back
 
     def _reconnect(self) -> None:
-        """Connect if the link is down, and find out what Redis knows.
+        """Connect if the link is down, and compare Redis' state with the journal's.
 
         Raises:
             FencedError: Another buffer has taken over.
@@ -409,7 +409,7 @@ class _Lost(Exception):
 
 
 class _Refused(Exception):
-    """Redis is there, but does not do what it is asked: it is full, or read-only, or loading."""
+    """Note that Redis answers, but refuses commands: it is full, read-only, or loading."""
 
 
 def _rank(owner: bytes | None) -> int:

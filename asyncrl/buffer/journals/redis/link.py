@@ -40,7 +40,7 @@ _HOST_MISMATCH = (62, 64)
 LOOPBACK, LISTENING = "0100007F", "0A"
 """127.0.0.1 and a state, as the kernel's table of sockets has them."""
 TABLE = Path("/proc/net/tcp")
-"""It says whose a listening socket is. Linux only; without it nothing is known and nobody refused."""
+"""Kernel's table of socket owners. Linux only; without it no listener is refused."""
 
 
 class Listener(NamedTuple):
@@ -57,10 +57,10 @@ class RedisLink:
         url: `redis://` or `rediss://`, with user and password if the server wants them, and redis-py's
             settings for TLS as its query: `?ssl_ca_certs=/etc/ca.pem`. With the fragment `OWN` the link logs
             in to no process of another user of this machine.
-        deadline_s: How long connecting, and waiting for a reply, may take.
+        deadline_s: Time limit of connecting, and of waiting for a reply.
 
     Raises:
-        ConfigError: The URL is none, or its query holds what is not a TLS setting.
+        ConfigError: The URL is none, or its query holds other than TLS settings.
     """
 
     def __init__(self, url: str, deadline_s: float = 5.0) -> None:
@@ -169,7 +169,7 @@ class RedisLink:
 
 
 def find_listener(port: int) -> Listener | None:
-    """Return who listens on a port of 127.0.0.1, None if nobody does.
+    """Return the listener on a port of 127.0.0.1 with its user id, None without one.
 
     Raises:
         OSError: The system has no such table.
@@ -197,7 +197,7 @@ def find_own_listener(port: int) -> Listener | None:
 
 
 def _check_query(url: str) -> None:
-    """Refuse what would override the link's own settings, such as its deadlines."""
+    """Refuse options that would override the link's own settings, such as its deadlines."""
     for name in parse_qs(urlsplit(url).query, keep_blank_values=True):
         if name != "db" and not name.startswith("ssl_"):
             raise ConfigError(
@@ -207,11 +207,11 @@ def _check_query(url: str) -> None:
 
 
 def explain_refusal(label: str, error: BaseException) -> ConfigError | None:
-    """Return what is wrong with the settings that a connection failed of, None if Redis may just be away.
+    """Return the error in the settings that made a connection fail, None if Redis may just be away.
 
     Args:
         label: Of the Redis.
-        error: What connecting raised.
+        error: Raised by the connection attempt.
     """
     if isinstance(error, redis.exceptions.AuthenticationError):
         what = f"Redis at {label} refuses the user or the password ({error})".replace(".)", ")")
@@ -262,7 +262,7 @@ def pack(command: Sequence[Argument]) -> bytes:
 
 
 def label_of(url: str) -> str:
-    """Return scheme, host, port and database of a URL: all that may be told.
+    """Return scheme, host, port and database of a URL: the parts without secrets.
 
     Raises:
         ConfigError: It is not a Redis URL. The message does not quote it.

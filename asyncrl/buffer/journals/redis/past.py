@@ -1,4 +1,4 @@
-"""Reading a journal in Redis: for the buffer that takes over, and for whoever only looks.
+"""Reader of a journal in Redis, for a buffer that takes over and for commands that only inspect.
 
 Owns the names of a run's keys and the form of what stands under them. It writes nothing and takes
 nothing over. Invariant: turns come back without a gap, or not at all.
@@ -20,7 +20,7 @@ Ask = Callable[..., Any]
 """Carries out one command and returns Redis' reply."""
 KEYS = ("owner", "turn", "turns", "snapshot", "payloads", "format")
 FORMAT = 2
-"""Of what stands under the keys. 1 had no number, and is otherwise the same."""
+"""Format of the keys' contents. Format 1 had no number, and is otherwise the same."""
 _PAGE = 1000
 LOOKS, LOOK_AGAIN_S = 10, 0.05
 """A living buffer trims the stream behind each snapshot, some seconds apart; reading takes well below one."""
@@ -47,7 +47,7 @@ def keys_of(run: str) -> dict[str, str]:
 
 
 def refuse_newer(ask: Ask, keys: dict[str, str], label: str) -> None:
-    """Raise ConfigError if a newer asyncrl has written what stands under `keys`."""
+    """Raise ConfigError if a newer asyncrl has written the contents of `keys`."""
     found = int(ask("GET", keys["format"]) or 1)
     if found > FORMAT:
         raise ConfigError(
@@ -61,7 +61,7 @@ class TurnMissing(CheckpointError):
 
 
 def read_past(ask: Ask, keys: dict[str, str], label: str) -> Past:
-    """Return the snapshot and what came after it, for the one buffer that writes there.
+    """Return the snapshot and later turns, for the one buffer that writes there.
 
     Raises:
         CheckpointError: Something is missing or damaged.
@@ -100,7 +100,7 @@ def _read_turns(ask: Ask, key: str, after: int, last: int) -> Iterator[Turn]:
 
 @contextlib.contextmanager
 def asking(url: str) -> Iterator[tuple[Ask, str]]:
-    """Connect to a Redis; the block gets what asks it, and its name for messages.
+    """Connect to a Redis; the block gets a function that queries it, and its name for messages.
 
     Raises:
         ConfigError: It cannot be reached, or refuses the user, now or within the block.

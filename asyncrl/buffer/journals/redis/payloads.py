@@ -26,9 +26,9 @@ class RedisPayloads:
 
     Attributes:
         index: Of the payloads that are in the hash, or will be.
-        deletions: Names in the hash of what the next transaction removes.
-        delete_at: When that is due, in the runtime's seconds.
-        refusal: What Redis last said to a payload that it did not take.
+        deletions: Names in the hash that the next transaction removes.
+        delete_at: Time at which that is due, in the runtime's seconds.
+        refusal: Last error of Redis about a payload that it refused.
     """
 
     def __init__(self, key: str) -> None:
@@ -46,7 +46,7 @@ class RedisPayloads:
         return not self._unwritten
 
     def begin(self, names: Iterable[bytes]) -> None:
-        """Start from what the hash holds, and forget what was to be written."""
+        """Start from the hash's contents, and forget pending writes."""
         self._unwritten.clear()
         self.index = PayloadIndex(names)
         self.deletions = self.index.take_outdated()
@@ -85,7 +85,7 @@ class RedisPayloads:
             self.send(link, name)
 
     def forget_sent(self) -> None:
-        """The link is another one: what was under way is sent again."""
+        """Forget which payloads were sent, so that a new link sends the pending ones again."""
         self._sent.clear()
 
     def unwritten(self, name: str) -> bytes | None:

@@ -87,7 +87,7 @@ def scan_redis(section: BufferSection, run_dir: Path) -> Iterator[Scan]:
 
 
 def _payloads_in(ask: Ask, key: str) -> FindPayloads:
-    """Return what finds payloads in the hash `key` of a Redis that `ask` reaches."""
+    """Return a finder of payloads in the hash `key` of a Redis that `ask` reaches."""
 
     def find(wanted: Collection[PayloadKey]) -> Mapping[PayloadKey, Sequence[Frame]]:
         index = PayloadIndex(ask("HKEYS", key))
@@ -139,7 +139,7 @@ def _reachable(section: BufferSection, run_dir: Path) -> Iterator[str]:
 
 
 def run_key(run_dir: Path) -> str:
-    """Return what names the run in Redis.
+    """Return the run's name in Redis.
 
     It is made of the folder's first path, so that a service on another machine finds it by the same one, and
     kept in the folder, so that it stays where the folder is moved.

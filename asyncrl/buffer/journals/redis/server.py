@@ -87,8 +87,8 @@ class RedisServer:
         """Start the server unless it runs, and return whether it was started.
 
         Args:
-            patience_s: How long to wait for the answer of a server that has not answered yet. It may read its
-                append-only file for longer; connecting to it says so.
+            patience_s: Time to wait for the first answer of a server. It may read its append-only file for
+                longer; connecting to it reports that.
 
         Raises:
             ServiceFailed: It cannot be started, or ends before it answers; in the words of its log.
@@ -120,7 +120,7 @@ class RedisServer:
         return "; ".join(warnings[-_NUM_WORDS:] or lines[-_NUM_WORDS:])
 
     def stop(self, deadline_s: float = 10.0) -> None:
-        """End the server by its pid: it writes what is left, then goes."""
+        """End the server by its pid, after it has written its pending data."""
         running = self._known()
         if running is None or not self._is_alive(running):
             return
@@ -201,7 +201,7 @@ class RedisServer:
             return None
 
     def _known(self) -> _Running | None:
-        """Return who works in the folder, or did when its record was still there."""
+        """Return the server that works in the folder, or the last known one."""
         return self._read() or self._running
 
     def _is_alive(self, running: _Running) -> bool:

@@ -1,4 +1,4 @@
-"""From the configuration to the sinks of a run; which packages they need."""
+"""Factory of a run's metric sinks, and the packages that each needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ID_CHARACTERS = 21
 
 
 def check_sinks(config: Config) -> Iterator[str]:
-    """Yield what is wrong with `metrics.sinks` on this machine; imports none of the packages."""
+    """Yield the problems of `metrics.sinks` on this machine; imports none of the packages."""
     names = [sink.name for sink in config.metrics.sinks]
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:

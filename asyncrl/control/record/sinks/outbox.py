@@ -61,7 +61,7 @@ class Outbox:
             self._changed.notify()
 
     def metrics(self) -> dict[str, float]:
-        """Return what was dropped so far, and how many rows wait."""
+        """Return the number of dropped rows, and of waiting ones."""
         with self._changed:
             return {
                 f"metrics/sink_dropped/{self.name}": float(self._num_dropped),

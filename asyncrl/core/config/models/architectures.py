@@ -21,7 +21,7 @@ _PLAIN_FORM = {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": Fa
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What of a dense decoder decides its FLOPs."""
+    """Sizes of a dense decoder that determine its FLOPs."""
 
     num_layers: int
     hidden_size: int

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from asyncrl.core.errors import ConfigError
 
 KeyPath = tuple[str, ...]
-"""Where a value stands in the tree: `("learner", "lr")`; list items by their number."""
+"""Path of a value in the tree: `("learner", "lr")`; list items by index."""
 
 ORIGIN = ":1:1"
 
@@ -19,8 +19,8 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-        what: What is wrong, with the value found.
-        hint: What to write instead; may be empty.
+        what: Description of the problem, with the value found.
+        hint: Value to write instead; may be empty.
         key: The key it is about, as `learner.lr`; may be empty.
         where: `file:line:col` (both from 1), or the `--set` option; empty until it is known.
     """

@@ -37,7 +37,7 @@ NO_ADAPTER = {
     ),
     ("model.dtype", "fp8"): "Nothing is computed or sent in 8 bits yet: the engine's log-probs would drift",
 }
-"""Why a value that many would write is none of those allowed."""
+"""Reason why a value that many would write is not allowed."""
 
 _LORA = (
     "there are no LoRA adapters yet",

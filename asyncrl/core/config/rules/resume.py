@@ -30,7 +30,7 @@ CHANGES_ON_RESUME: Mapping[str, str] = {
     "rollout.*": "but `group_size`; the number and the kind of replicas too",
     "staleness.max_lag": "in force for what is admitted from then on",
 }
-"""What is often changed, and what is to be known of it."""
+"""Keys that are often changed on resume, and the effect of the change."""
 
 
 def find_breaks(before: Config, after: Config) -> Iterator[tuple[str, str]]:

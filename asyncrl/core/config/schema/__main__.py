@@ -1,4 +1,4 @@
-"""Prints what is generated from the tree: the JSON Schema, or with `--page` the page of all keys.
+"""Entry point that prints the JSON Schema of the tree, or with `--page` the page of all keys.
 
 `python -m asyncrl.core.config.schema > configs/schema.json`
 `python -m asyncrl.core.config.schema --page > docs/configuration.md`

@@ -19,7 +19,7 @@ DRAFT = "http://json-schema.org/draft-07/schema#"
 UNIT = "x-unit"
 """The keyword of a unit; other readers pass over it."""
 OWN_WORDS = ("title", "default")
-"""What pydantic says of a section, and its keys say better."""
+"""Keywords of a section from pydantic, which its keys state better."""
 
 
 def json_schema() -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Every key of the configuration, section by section, with what is said of it.
+"""Every key of the configuration, section by section, with its description.
 
 Owns the walk over the tree. A leaf is what a person sets as one thing: a value, a list, or a section that may
 be left out whole; the keys inside such a section or list are walked too, and are `inner`.
@@ -24,8 +24,8 @@ class Leaf:
     Attributes:
         key: As `learner.lr`; `data.train.*.weight` inside a list or map.
         section: The class that holds it.
-        field: What pydantic knows of it.
-        note: What is said of it, None if nothing is.
+        field: Its pydantic field.
+        note: Its description, None without one.
         is_inner: Whether it stands inside another leaf.
     """
 

@@ -24,7 +24,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True)
 class Note:
-    """What is said of one key. `unit` is empty for what has none, `1` for a pure number."""
+    """Description of one key. `unit` is empty for a key without one, `1` for a pure number."""
 
     meaning: str
     unit: str = ""

@@ -76,5 +76,5 @@ class DataSection(Section):
 
     @property
     def curriculum(self) -> str | None:
-        """What the first pass is sorted by, if it is."""
+        """Sort key of the first pass, None without a curriculum."""
         return None if self.order in PLAIN_ORDERS else self.order

@@ -1,4 +1,4 @@
-"""Between rollout and learner: the bound on lag, and the experience buffer."""
+"""Configuration sections between rollout and learner: the bound on lag, and the experience buffer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class BufferSection(Section):
     "rediss://buffer:${REDIS_PASSWORD}@redis.example:6379/0"
     """
     fsync: Literal["everysec", "always", "never"] = "everysec"
-    """When the journal is synced to disk."""
+    """Times at which the journal is synced to disk."""
     memory_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
     """[bytes] Most memory of groups that are stored and not yet trained."""
     lease_s: Seconds = 60.0

@@ -12,7 +12,7 @@ from asyncrl.core.config.sections.section import Count, NonNegativeNumber, Secti
 from asyncrl.core.metrics import find, unknown_names
 
 WATCHED_SOURCES = ("step", "leader")
-"""Who makes the metrics that the guard sees: the learner, once per step."""
+"""Sources of the metrics that the guard sees: the learner, once per step."""
 
 WAYS = ("max", "min", "min_share", "max_times")
 
@@ -69,7 +69,7 @@ DEFAULT_LIMITS: Mapping[str, LimitSection | None] = {
     "rollout_corr/rollout_is_eff_sample_size": LimitSection(min=0.3),
     "perf/throughput": LimitSection(min_share=0.3, over_steps=20),
 }
-"""What is watched unless the configuration says otherwise; `weights/engine_gap_mean` has a limit by dtype."""
+"""Watched metrics and limits by default; `weights/engine_gap_mean` has a limit by dtype."""
 
 
 def with_default_limits(value: object) -> object:

@@ -12,7 +12,7 @@ from asyncrl.core.config.sections.section import Count, NonNegative, Seconds, Se
 
 
 class WeightSyncSection(Section):
-    """How new weights reach the replicas.
+    """Transport of new weights to the replicas.
 
     Versions bring the learner's log-probs of some tokens. A replica compares the first ten versions that it
     loads, and then one every `probe_every` steps, and serves them only if its engine's log-probs have changed
@@ -71,7 +71,7 @@ class LauncherSection(Section):
     """
 
     ray: Annotated[str, AfterValidator(check_ray)] = LOCAL
-    """Where Ray runs: local, auto, or HOST:PORT of a Ray cluster."""
+    """Ray of the run: local, auto, or HOST:PORT of a Ray cluster."""
     host: Annotated[str | None, AfterValidator(check_host)] = None
     """IPv4 address that services listen on; null takes socket files. For example: 10.0.0.5"""
     curve: Literal["auto", "on", "off"] = "auto"

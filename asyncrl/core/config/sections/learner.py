@@ -142,7 +142,7 @@ class LearnerSection(Section):
 
     @property
     def min_lr_ratio(self) -> float:
-        """What is left of `lr` at the end of `steps`, as a share."""
+        """Share of `lr` that is left at the end of `steps`."""
         return read_ratio(self.lr_schedule)
 
     @property

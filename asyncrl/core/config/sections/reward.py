@@ -28,7 +28,7 @@ class RewardPart(Section):
 
     @property
     def arguments(self) -> dict[str, object]:
-        """What stands there besides the fields."""
+        """Keys beyond the declared fields."""
         return dict(self.model_extra or {})
 
 

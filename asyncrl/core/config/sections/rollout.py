@@ -31,8 +31,8 @@ def as_environment(value: object) -> object:
 
 
 class EnvironmentSection(Section):
-    """What answers the model between its turns: a registered name or `file.py:Class`, and how often the model
-    may speak. All else that stands here are the environment's own arguments (docs/environments.md).
+    """Environment that answers the model between its turns: a registered name or `file.py:Class`, with its
+    limit of turns. All other keys are the environment's own arguments (docs/environments.md).
     """
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=False, allow_inf_nan=False)
@@ -44,7 +44,7 @@ class EnvironmentSection(Section):
 
     @property
     def arguments(self) -> dict[str, object]:
-        """What stands there besides the fields."""
+        """Keys beyond the declared fields."""
         return dict(self.model_extra or {})
 
 
@@ -65,7 +65,7 @@ class ReplicasSection(Section):
 
     @property
     def start(self) -> int:
-        """How many a run starts with."""
+        """Number of replicas at the start of a run."""
         return self.min
 
     @property

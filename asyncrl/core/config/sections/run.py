@@ -37,7 +37,7 @@ class RunSection(Section):
 
 
 EVALUATION_METRICS = ("accuracy", "reward_mean")
-"""What an evaluation says, the higher the better."""
+"""Results of an evaluation, the higher the better."""
 
 
 def check_metric(name: str) -> str:
@@ -127,7 +127,7 @@ def check_window(steps: tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 class MetricsSection(Section):
-    """Where metrics go besides `metrics.jsonl`, and what is measured.
+    """Destinations of metrics besides `metrics.jsonl`, and measurements.
 
     `profile_steps: [a, b]` records learner steps a to b - 1, counted from 0, with torch.profiler, into
     `runs/<name>/profile/`. `peak_tflops` is what `perf/mfu/*` divides by, per learner rank; null takes

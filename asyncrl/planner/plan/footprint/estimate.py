@@ -98,14 +98,14 @@ class Plan:
 
     Attributes:
         placement: Its services, those that are started first before the others.
-        ports: Who listens where, by name.
-        memory: What it takes, part by part.
-        in_flight: What may be open at once.
-        weight_sync: How weights travel.
-        derived: What else follows from the configuration.
-        shared_memory: What versions on their way take here at most, if the model's size can be told.
-        not_checked: What could not be checked, or was not to be.
-        notes: What is right, and easily meant otherwise.
+        ports: Listening addresses by name.
+        memory: Demand for memory, part by part.
+        in_flight: Most work that may be open at once.
+        weight_sync: Transport of weights.
+        derived: Other values that follow from the configuration.
+        shared_memory: Most shared memory of versions in transfer, if the model's size is known.
+        not_checked: Skipped checks.
+        notes: Valid values that are easily mistaken.
     """
 
     placement: tuple[Placement, ...]

@@ -38,9 +38,9 @@ class Part:
 
     Attributes:
         where: `HOST`, `SHM`, one of `PER_REPLICA`, `LEARNER_GPU` or `ROLLOUT_GPU`.
-        what: Who takes it.
+        what: Name of the user.
         num_bytes: At most, of all its processes together; of one device where `where` is a GPU.
-        rule: How it was counted.
+        rule: Rule of the count.
     """
 
     where: str

@@ -30,8 +30,8 @@ class SharedMemory:
     Attributes:
         num_weights: Of the model.
         version_bytes: Of one version.
-        num_versions: That are kept at once, at most.
-        rule: How these were counted.
+        num_versions: Most versions kept at once.
+        rule: Rule of the count.
     """
 
     num_weights: int
