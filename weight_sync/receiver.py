@@ -98,8 +98,7 @@ class ReceiverService:
         name: str,
         incarnation: str,
         staging: StagingArea,
-        abilities: tuple[str, ...],
-        make_transport: Callable[[str], Transport],
+        make_transport: Callable[[], Transport],
         runtime: Runtime,
         lost_s: float,
         on_bucket: OnBucket = ignore_bucket,
@@ -112,7 +111,6 @@ class ReceiverService:
         client_keys = keys.client if keys else None
         self._name, self._incarnation = name, incarnation
         self._staging = staging
-        self._abilities = abilities
         self._clock: Clock = runtime
         self._lost_s = lost_s
         self._on_bucket = on_bucket
@@ -288,7 +286,6 @@ class ReceiverService:
             told.ReceiverHello(
                 name=self._name,
                 incarnation=self._incarnation,
-                abilities=self._abilities,
                 serving=self._serving,
                 staged=max(self._staging.newest_verified, self._staging.taken_number),
                 attended=self._is_attended,

@@ -54,12 +54,11 @@ class Coordination:
         self,
         timing: Timing,
         parallelism: int = 1,
-        backend: str = "gloo",
         token: int = 0,
         uses_delta: bool = False,
         fences: Mapping[str, int] | None = None,
     ) -> None:
-        self._state = CoordinationState(timing, parallelism, backend, token, uses_delta)
+        self._state = CoordinationState(timing, parallelism, token, uses_delta)
         self._rounds = RoundManager(self._state)
         self._swap_scheduler = SwapScheduler(self._state)
         self._ticked: float | None = None
@@ -147,7 +146,7 @@ class Coordination:
         else:
             inherited = self._inherited_fences.pop(info.name, None)
             fence = known.fenced_until if known is not None else inherited
-            known = Member(info.name, info.incarnation, frozenset(info.abilities), now, fenced_until=fence)
+            known = Member(info.name, info.incarnation, now, fenced_until=fence)
             self.members[info.name] = known
             self._swap_scheduler.forget(info.name)
             self._rounds.forget(info.name)

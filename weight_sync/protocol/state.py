@@ -33,7 +33,6 @@ class CoordinationState:
 
     timing: Timing
     parallelism: int
-    backend: str
     token: int
     uses_delta: bool = False
     members: dict[str, Member] = field(default_factory=dict)

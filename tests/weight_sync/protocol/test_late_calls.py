@@ -22,16 +22,14 @@ def receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiv
     staging = StagingArea(f"asyncrl-test-late-{tmp_path.name}/", "a")
     nobody, here = f"ipc://{tmp_path}/nobody", f"ipc://{tmp_path}/r"
     runtime = ManualRuntime(100.0)
-    found = ReceiverService(
-        nobody, "receiver.0", "1", staging, ("gloo",), _make_none, runtime, lost_s=60.0, bind=here
-    )
+    found = ReceiverService(nobody, "receiver.0", "1", staging, _make_none, runtime, lost_s=60.0, bind=here)
     yield found
     over = ThreadEvent()
     over.set()
     found.run(over)
 
 
-def _make_none(backend: str) -> None:
+def _make_none() -> None:
     raise AssertionError("nothing is transferred")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.core.staleness import PolicyVersion
-from tests.weight_sync.protocol.world import GLOO, TIMING, PromptCoordination, World, receiver_hello
+from tests.weight_sync.protocol.world import TIMING, World, receiver_hello
 from weight_sync.protocol.members import ALLOWED, Member, MemberState, PublisherInfo
 from weight_sync.protocol.protocol import PUBLISHER
 
@@ -196,7 +196,7 @@ def test_no_more_than_parallelism_swap_at_once(parallelism):
 
 def test_a_member_without_a_replica_holds_no_permit():
     world = World()
-    world.coordination.hello(receiver_hello("a", "1", GLOO), world.now)
+    world.coordination.hello(receiver_hello("a", "1"), world.now)
     world.join("b")
     world.publish(1)
     world.obey("a", "b")
@@ -334,7 +334,7 @@ def test_a_new_publisher_starts_without_versions_and_groups():
     world = World("a")
     world.publish(1)
     world.obey("a")
-    publisher = PublisherInfo("q", GLOO, "127.0.0.1", 2, world.now)
+    publisher = PublisherInfo("q", "127.0.0.1", 2, world.now)
     world.coordination.publisher_hello(publisher, None, world.now)
     assert world.coordination.current is None
     world.publish(2)
@@ -354,21 +354,9 @@ def test_a_lost_publisher_breaks_the_round_and_blames_no_member():
     assert world.coordination.counters["rounds_failed/publisher_lost"] == 1
 
 
-def test_nccl_is_used_only_if_every_member_can():
-    both = frozenset({"gloo", "nccl"})
-    for abilities, wanted in ((both, "nccl"), (GLOO, "gloo")):
-        coordination = PromptCoordination(TIMING, backend="nccl")
-        coordination.publisher_hello(PublisherInfo("p", both, "127.0.0.1", 1, 0.0), PolicyVersion(1, 0), 0.0)
-        coordination.hello(receiver_hello("a", "1", abilities), 0.0)
-        coordination.accepted("a", 1, 0.0)
-        assert [o.fields["backend"] for o in coordination.take_orders() if o.kind == "transfer"] == [
-            wanted
-        ] * 2
-
-
 def test_there_is_no_way_from_dead_to_ready_but_syncing():
     assert ALLOWED[MemberState.DEAD] == {MemberState.SYNCING} and not ALLOWED[MemberState.RETIRED]
-    member = Member("a", "1", GLOO, 0.0)
+    member = Member("a", "1", 0.0)
     member.move(MemberState.DEAD)
     with pytest.raises(AssertionError, match="no way from DEAD to READY"):
         member.move(MemberState.READY)
