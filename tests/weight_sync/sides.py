@@ -220,7 +220,9 @@ class ModelReceiver(Peer):
 
     def _accept(self, round_id: int, number: int) -> None:
         if self.rounds.offer(round_id):
-            self.incoming[round_id] = self.staging.make_room(manifest_of(number))
+            copy = self.incoming[round_id] = self.staging.make_room(manifest_of(number))
+            while not self.staging.reserve(copy):
+                pass
         if round_id in self.incoming:
             self.report(lambda c, now: c.accepted(self.name, round_id, now))
 

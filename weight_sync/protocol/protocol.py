@@ -181,8 +181,13 @@ class Coordination:
             self._swap_scheduler.ask(member, info.staged)
         member.catch_up()
 
-    def publisher_hello(self, publisher: PublisherInfo, current: PolicyVersion | None, now: float) -> bool:
+    def publisher_hello(
+        self, publisher: PublisherInfo, current: PolicyVersion | None, now: float, num_bytes: int = 0
+    ) -> bool:
         """The publisher joins, or joins again; it has given up all rounds and groups.
+
+        Args:
+            num_bytes: Size of `current`.
 
         Returns:
             False if it must not: a newer publisher lives.
@@ -200,7 +205,7 @@ class Coordination:
         cause = "another process has taken its place" if known is not None and not is_same else ""
         self._rounds.leave_publisher(cause, now)
         if current is not None:
-            self.published(current, now)
+            self.published(current, now, num_bytes)
         self._note_change(now)
         return True
 
@@ -264,8 +269,8 @@ class Coordination:
 
     # --- versions and rounds ----------------------------------------------------------------------
 
-    def published(self, version: PolicyVersion, now: float) -> None:
-        """A version is ready at the publisher; older unsent ones are skipped."""
+    def published(self, version: PolicyVersion, now: float, num_bytes: int = 0) -> None:
+        """A version of that size is ready at the publisher; older unsent ones are skipped."""
         current = self.current
         if current is not None and version.number <= current.number:
             return
@@ -275,6 +280,7 @@ class Coordination:
         if current is not None and current.number not in self._sent_numbers():
             self.counters["versions_skipped"] += 1
         self._state.current, self._state.newest_number = version, version.number
+        self._state.num_bytes = num_bytes
         self.counters["versions_published"] += 1
         self._note_change(now)
 

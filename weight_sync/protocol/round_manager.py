@@ -171,7 +171,7 @@ class RoundManager:
         version = self._state.current
         if not members or version is None:
             return
-        until = now + self._state.timing.offer_s
+        until = now + self._state.deadlines.offer_s
         parts = dict.fromkeys((member.name for member in members), Part.OFFERED)
         round_ = self.active[lane] = Round(self._state.next_id(), lane, version, now, until, parts)
         for member in members:
@@ -191,7 +191,7 @@ class RoundManager:
     def _start_transfer(self, round_: Round, now: float) -> None:
         state, names = self._state, round_.those(Part.ACCEPTED)
         assert state.publisher is not None, "a round without a publisher is broken"
-        end = round_.started + state.timing.deadline_s - state.timing.settle_s
+        end = round_.started + state.deadlines.deadline_s - state.timing.settle_s
         round_.phase, round_.receivers = Phase.TRANSFER, tuple(names)
         round_.until = max(end, now + state.timing.settle_s)
         key = tuple((name, state.members[name].incarnation) for name in names)

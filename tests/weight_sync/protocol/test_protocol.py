@@ -354,6 +354,31 @@ def test_a_lost_publisher_breaks_the_round_and_blames_no_member():
     assert world.coordination.counters["rounds_failed/publisher_lost"] == 1
 
 
+@pytest.mark.parametrize(("num_bytes", "is_served"), [(65_500_000_000, True), (0, False)])
+def test_a_version_of_many_bytes_has_time_for_its_memory_its_way_and_its_load(
+    num_bytes: int, is_served: bool
+) -> None:
+    """Qwen3-32B: 33 s for its pages, 95 s over gloo, 22 s to load; `offer_s` is 2, `deadline_s` 10."""
+    world = World("a")
+    world.coordination.published(PolicyVersion(1, 0), world.now, num_bytes)
+    (offer,) = world.take()
+    world.pass_time(33.0, "a")
+    world.coordination.accepted("a", offer.fields["round"], world.now)
+    transfers = [order for order in world.take() if order.kind == "transfer" and order.to == "a"]
+    assert bool(transfers) is is_served
+    if not is_served:
+        return
+    world.pass_time(95.0, "a")
+    round_id = transfers[0].fields["round"]
+    world.coordination.sent(round_id, num_bytes, world.now)
+    world.coordination.verified("a", round_id, 1, world.now)
+    assert [order.kind for order in world.take() if order.to == "a"] == ["commit"]
+    world.pass_time(22.0, "a")
+    world.coordination.loaded("a", 1, True, "", world.now)
+    assert world.member("a").serving == 1 and world.coordination.counters["versions_published"] == 1
+    assert not world.member("a").is_fenced and world.coordination.culprit == ""
+
+
 def test_there_is_no_way_from_dead_to_ready_but_syncing():
     assert ALLOWED[MemberState.DEAD] == {MemberState.SYNCING} and not ALLOWED[MemberState.RETIRED]
     member = Member("a", "1", 0.0)
