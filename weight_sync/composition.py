@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from urllib.parse import urlsplit
 
 from torch.distributed import TCPStore
@@ -12,8 +11,6 @@ from torch.distributed import TCPStore
 from asyncrl.core.files.private import make_private
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.service import ServiceContext
-from weight_sync.backends import nccl
-from weight_sync.backends.choice import GLOO, NCCL
 from weight_sync.backends.contract import Transport
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
 from weight_sync.backends.rendezvous import open_store, own_address
@@ -42,7 +39,7 @@ def build_publisher(context: ServiceContext, num_segments: int = NUM_SLOTS) -> P
         address,
         _incarnation(runtime),
         SegmentPool(f"{context.shm_prefix}publisher-", str(runtime.pid), num_segments, uses_delta),
-        Endpoint(host, store.port, abilities()),
+        Endpoint(host, store.port),
         transports_of(context, store),
         runtime,
         context.bind,
@@ -65,7 +62,6 @@ def build_receiver(
         StagingArea(
             f"{context.shm_prefix}{context.name}-", runtime.new_id()[:8], keeps_base=_uses_delta(context)
         ),
-        abilities(),
         transports_of(context, None),
         runtime,
         lost_s=timing.silence_s + timing.poll_s if lost_s is None else lost_s,
@@ -74,11 +70,6 @@ def build_receiver(
         keys=context.keys,
         bounds=bounds_of(context.config),
     )
-
-
-def abilities() -> tuple[str, ...]:
-    """Return the backends that this process could use."""
-    return (GLOO, NCCL) if nccl.is_available() else (GLOO,)
 
 
 def reachable_host(address: str) -> str:
@@ -92,19 +83,18 @@ def reachable_host(address: str) -> str:
     return own_address(peer.hostname)
 
 
-def transports_of(context: ServiceContext, store: TCPStore | None) -> Callable[[str], Transport]:
-    """Return the maker of transports by backend; gloo's are tagged where the run's sockets have keys."""
+def transports_of(context: ServiceContext, store: TCPStore | None) -> Callable[[], Transport]:
+    """Return the maker of transports, with tags where the run's sockets have keys.
+
+    Services of weight sync have no GPU: weights travel between hosts, and each engine loads them itself.
+    """
     clock, secret = context.runtime, context.secret
 
-    def make_gloo() -> Transport:
+    def make() -> Transport:
         transport = GlooTransport(clock, secret, store)
         return TaggedTransport(transport, secret) if context.keys is not None else transport
 
-    makers: dict[str, Callable[[], Transport]] = {
-        GLOO: make_gloo,
-        NCCL: partial(nccl.NcclTransport, clock, secret, store),
-    }
-    return lambda backend: makers[backend]()
+    return make
 
 
 def _uses_delta(context: ServiceContext) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from asyncrl.core.service import ServiceContext
-from weight_sync.backends.choice import choose_backend
 from weight_sync.bounds import bounds_of
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import read_fences, take_token
@@ -18,7 +17,6 @@ def build_coordinator(context: ServiceContext, timing: Timing | None = None) -> 
     coordination = Coordination(
         timing or Timing.of(section.deadline_s),
         parallelism=section.parallelism,
-        backend=choose_backend(context.config),
         token=token,
         uses_delta=section.encoding == "delta",
         fences=read_fences(context.run_dir),

@@ -53,11 +53,10 @@ PREPARE_EVERY_S = 0.05
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Endpoint of the publisher for receivers, and its backends."""
+    """Endpoint of the publisher for receivers."""
 
     store_host: str
     store_port: int
-    abilities: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class PublisherService:
         incarnation: Unique per process.
         pool: The segments; closed with the service.
         endpoint: Told to the coordinator.
-        make_transport: Makes a transport of the named backend.
+        make_transport: Makes the transport of a membership.
         bounds: Limits of a version.
     """
 
@@ -100,7 +99,7 @@ class PublisherService:
         incarnation: str,
         pool: SegmentPool,
         endpoint: Endpoint,
-        make_transport: Callable[[str], Transport],
+        make_transport: Callable[[], Transport],
         runtime: Runtime,
         bind: str = "tcp://127.0.0.1:*",
         keys: RunKeys | None = None,
@@ -252,7 +251,6 @@ class PublisherService:
         hello = told.PublisherHello(
             name=PUBLISHER,
             incarnation=self._incarnation,
-            abilities=tuple(self._endpoint.abilities),
             store_host=self._endpoint.store_host,
             store_port=self._endpoint.store_port,
         )

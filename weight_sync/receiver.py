@@ -71,6 +71,7 @@ class _Incoming:
     copy: Copy
     order: TransferOrder | None = None
     num_buckets: int = 0
+    is_reserved: bool = False
 
 
 @dataclass
@@ -98,8 +99,7 @@ class ReceiverService:
         name: str,
         incarnation: str,
         staging: StagingArea,
-        abilities: tuple[str, ...],
-        make_transport: Callable[[str], Transport],
+        make_transport: Callable[[], Transport],
         runtime: Runtime,
         lost_s: float,
         on_bucket: OnBucket = ignore_bucket,
@@ -112,7 +112,6 @@ class ReceiverService:
         client_keys = keys.client if keys else None
         self._name, self._incarnation = name, incarnation
         self._staging = staging
-        self._abilities = abilities
         self._clock: Clock = runtime
         self._lost_s = lost_s
         self._on_bucket = on_bucket
@@ -288,7 +287,6 @@ class ReceiverService:
             told.ReceiverHello(
                 name=self._name,
                 incarnation=self._incarnation,
-                abilities=self._abilities,
                 serving=self._serving,
                 staged=max(self._staging.newest_verified, self._staging.taken_number),
                 attended=self._is_attended,
@@ -328,18 +326,44 @@ class ReceiverService:
                 raise WireError(f"the order '{order.kind}' is none for a receiver")
 
     def _accept(self, round_id: int, manifest: bytes) -> None:
-        if self._rounds.offer(round_id):
+        is_new = self._rounds.offer(round_id)
+        if is_new:
             try:
                 copy = self._staging.make_room(Manifest.from_bytes(manifest, bounds=self._bounds))
             except (SyncError, WireError) as error:
                 self._rounds.abort(round_id)
-                self._session.report(told.Failed(round_id, f"refused: {error.message}"[: told.MAX_TEXT]))
-                raise
+                self._refuse(round_id, error)
+                return
             self._incoming[round_id] = _Incoming(round_id, copy)
-        if round_id not in self._incoming:
-            return  # over already
-        fault_point("receiver.offer", self._incoming[round_id].copy.number)
+        incoming = self._incoming.get(round_id)
+        if incoming is not None and (is_new or incoming.is_reserved):  # else it is over, or being reserved
+            self._reserve(round_id)
+
+    def _reserve(self, round_id: int) -> None:
+        """Reserve the next piece of an offer's memory, and accept the offer once it has all.
+
+        Others are answered between two pieces: the coordinator would take a long silence for a death.
+        """
+        incoming = self._incoming.get(round_id)
+        if incoming is None:
+            return  # aborted meanwhile
+        try:
+            incoming.is_reserved = self._staging.reserve(incoming.copy)
+        except SyncError as error:
+            self._staging.give_back(self._incoming.pop(round_id).copy)
+            self._rounds.abort(round_id)
+            self._refuse(round_id, error)
+            return
+        if not incoming.is_reserved:
+            self._server.call_soon(partial(self._reserve, round_id))
+            return
+        fault_point("receiver.offer", incoming.copy.number)
         self._session.report(told.Accepted(round_id))
+
+    def _refuse(self, round_id: int, error: AsyncrlError) -> None:
+        self.counters["refused_orders"] += 1
+        log.warning("cannot take part in round %d: %s", round_id, error)
+        self._session.report(told.Failed(round_id, f"refused: {error.message}"[: told.MAX_TEXT]))
 
     def _commit(self, number: int) -> None:
         fault_point("receiver.commit", number)

@@ -49,7 +49,6 @@ class TransferOrder:
     round: int
     number: int
     group: Group
-    backend: str
     live: frozenset[int]
     deadline_s: float
     base: int = UNLOADED
@@ -59,7 +58,7 @@ class TransferOrder:
         """Return the order that a peer was told."""
         group = Group(told.membership, told.rank, told.world, told.store_host, told.store_port)
         live, deadline_s = frozenset(told.live), told.deadline_s
-        return TransferOrder(told.round, told.number, group, told.backend, live, deadline_s, told.base)
+        return TransferOrder(told.round, told.number, group, live, deadline_s, told.base)
 
 
 Check = Callable[[], None]
@@ -73,7 +72,7 @@ Done = Callable[[TransferOrder, str, str], None]
 class TransferExecutor:
     """See the module; all methods are called by one thread, the service's."""
 
-    def __init__(self, runtime: Runtime, make_transport: Callable[[str], Transport]) -> None:
+    def __init__(self, runtime: Runtime, make_transport: Callable[[], Transport]) -> None:
         self._runtime = runtime
         self._make_transport = make_transport
         self._transports: dict[int, Transport] = {}
@@ -92,7 +91,7 @@ class TransferExecutor:
         transport = self._transports.get(order.group.membership)
         is_new = transport is None
         if transport is None:
-            transport = self._transports[order.group.membership] = self._make_transport(order.backend)
+            transport = self._transports[order.group.membership] = self._make_transport()
 
         def work() -> None:
             cause, message = "", ""
@@ -110,7 +109,7 @@ class TransferExecutor:
         self._runtime.spawn(f"transfer-{order.round}", work)
 
     def abort(self, membership: int) -> None:
-        """Give up the membership's transfer, as far as its backend can."""
+        """Give up the membership's transfer, as far as its transport can."""
         transport = self._transports.pop(membership, None)
         if transport is not None:
             transport.abort()

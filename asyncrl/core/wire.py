@@ -15,7 +15,7 @@ from asyncrl.core.errors import WireError, WrongVersion
 
 SCHEMA_VERSION = 1
 """Of what is stored: groups in journals, records."""
-RPC_VERSION = 3
+RPC_VERSION = 4
 """Of requests and replies. 2: each operation's struct says what it takes and gives (`core.rpc.message`).
 3: names of fields in weight sync's hellos, polls and pins."""
 MAX_HEADER_BYTES = 4 << 20

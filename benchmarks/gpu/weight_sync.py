@@ -2,7 +2,7 @@
 
 Run: `python -m benchmarks.gpu.weight_sync --json FILE`. Export from the device tensor by tensor, as a
 learner does it, against packed on the device and copied into pinned memory in buckets; the digest alone
-and while the next bucket is copied; one member's share of an NCCL broadcast; and a load into another
+and while the next bucket is copied; one member's share of a broadcast over gloo; and a load into another
 process's tensors over CUDA IPC, against the same load from host memory.
 `--quick` checks the logic on a CPU (gloo, shared memory); its figures say nothing. Not run on a GPU.
 """
@@ -28,9 +28,8 @@ from asyncrl.core.runtime.clock import SystemClock
 from benchmarks.harness.options import Verdict, judge, make_parser, report
 from benchmarks.weight_sync.peers.peers import FORKED
 from benchmarks.weight_sync.peers.weights import NamedTensors, count_bytes, make_weights
-from weight_sync.backends.contract import Group, Transport
+from weight_sync.backends.contract import Group
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
-from weight_sync.backends.nccl import NcclTransport
 from weight_sync.backends.rendezvous import open_store
 from weight_sync.memory.writer import bytes_of
 
@@ -164,8 +163,7 @@ def _broadcast_s(device: torch.device, buckets: list[torch.Tensor]) -> float:
     """Return the seconds of broadcasting host buckets to nobody: what one member adds to a collective."""
     clock, timeout = SystemClock(), timedelta(seconds=WAIT_S)
     store = open_store(LOOPBACK, 0, timeout)
-    transport_of = NcclTransport if device.type == "cuda" else GlooTransport
-    transport: Transport = transport_of(clock, make_secret(), store)
+    transport = GlooTransport(clock, make_secret(), store)
     transport.form(Group(1, 0, 1, LOOPBACK, store.port), clock.now() + WAIT_S)
 
     def broadcast() -> None:

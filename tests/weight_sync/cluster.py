@@ -228,7 +228,6 @@ class Cluster:
                 "data": {"train": "builtin:digit_sort"},
                 "reward": {"fn": "digit_sort"},
                 "weight_sync": {
-                    "backend": "gloo",
                     "deadline_s": timing.deadline_s,
                     "bucket_bytes": bucket_bytes,
                     "parallelism": parallelism,

@@ -24,7 +24,6 @@ from weight_sync.protocol.peer import CoordinatorEpoch, EpochCheck, RoundTracker
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import NEVER, Order
 
-GLOO = frozenset({"gloo"})
 BUCKET_BYTES, NUM_BUCKETS = 64, 2
 Report = Callable[[Coordination, float], None]
 
@@ -195,7 +194,6 @@ class ModelReceiver(Peer):
         info = ReceiverHello(
             name=self.name,
             incarnation=self.incarnation,
-            abilities=tuple(GLOO),
             serving=self.serving,
             staged=self.staging.newest_verified,
             attended=self.is_attended,
@@ -222,7 +220,9 @@ class ModelReceiver(Peer):
 
     def _accept(self, round_id: int, number: int) -> None:
         if self.rounds.offer(round_id):
-            self.incoming[round_id] = self.staging.make_room(manifest_of(number))
+            copy = self.incoming[round_id] = self.staging.make_room(manifest_of(number))
+            while not self.staging.reserve(copy):
+                pass
         if round_id in self.incoming:
             self.report(lambda c, now: c.accepted(self.name, round_id, now))
 
@@ -294,7 +294,7 @@ class ModelPublisher(Peer):
         self.began: dict[int, float] = {}
 
     def introduce(self, coordination: Coordination, now: float) -> bool:
-        publisher = PublisherInfo(self.incarnation, GLOO, "127.0.0.1", 1, now, started_ms=self.started_ms)
+        publisher = PublisherInfo(self.incarnation, "127.0.0.1", 1, now, started_ms=self.started_ms)
         current = PolicyVersion(self.number, self.number) if self.number else None
         return coordination.publisher_hello(publisher, current, now)
 

@@ -22,7 +22,7 @@ from weight_sync.memory.manifest import ANY_VERSION, Bucket, Manifest, TensorSpe
 
 MAPS = b"\xdd" + struct.pack(">I", 1 << 20) + b"\x80" * (1 << 20)
 """An array of a million empty maps: 72 MB once read."""
-PUBLISHER_INFO = {"abilities": ["gloo"], "store_host": "127.0.0.1", "store_port": 9}
+PUBLISHER_INFO = {"store_host": "127.0.0.1", "store_port": 9}
 
 
 def manifest_of(num_bytes: int, number: int = 1) -> Manifest:

@@ -16,7 +16,7 @@ from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.weight_sync.protocol.test_protocol_peer import INFO, TIMING, WAIT_S
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import JOURNAL_FILE, MAX_BYTES, Journal
-from weight_sync.protocol.messages import MAX_ABILITIES, MAX_TEXT
+from weight_sync.protocol.messages import MAX_TEXT
 from weight_sync.protocol.protocol import Coordination
 
 WHO = {"name": "receiver.0", "incarnation": "1"}
@@ -45,23 +45,18 @@ TOO_MUCH: tuple[dict[str, Any], ...] = (
     {"name": ""},
     {"name": "x\x1b[2J\n"},
     {"incarnation": "i" * (MAX_TEXT + 1)},
-    {"abilities": [[]]},
-    {"abilities": [None]},
-    {"abilities": ["gloo"] * (MAX_ABILITIES + 1)},
-    {"abilities": ["g" * (MAX_TEXT + 1)]},
     {"name": "publisher"},
 )
 PUBLISHER = {
     "name": "publisher",
     "incarnation": "1",
-    "abilities": ["gloo"],
     "store_host": "127.0.0.1",
     "store_port": 9,
 }
 
 
 @pytest.mark.parametrize("changes", TOO_MUCH, ids=lambda changes: str(list(changes.items())[-1])[:40])
-def test_a_peer_whose_name_or_abilities_are_none_is_refused_and_not_remembered(
+def test_a_peer_whose_name_or_incarnation_is_none_is_refused_and_not_remembered(
     client: Client, changes: dict[str, Any]
 ) -> None:
     with pytest.raises(WireError):
@@ -72,10 +67,10 @@ def test_a_peer_whose_name_or_abilities_are_none_is_refused_and_not_remembered(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"abilities": [{}]}, {"store_host": "h" * (MAX_TEXT + 1)}, {"name": "receiver.0"}],
+    [{"store_host": "h" * (MAX_TEXT + 1)}, {"name": "receiver.0"}],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_publisher_whose_name_address_or_abilities_are_none_is_refused(
+def test_a_publisher_whose_name_or_address_is_none_is_refused(
     client: Client, changes: dict[str, Any]
 ) -> None:
     with pytest.raises(WireError):

@@ -215,7 +215,7 @@ def test_a_publisher_whose_place_is_taken_takes_no_more_versions(cluster):
     publisher_client = cluster.publisher_client()
     publish(publisher_client, 1)
     assert publisher_client.has_room()
-    elsewhere = {"abilities": ["gloo"], "store_host": "127.0.0.1", "store_port": 1, "started_ms": 1 << 50}
+    elsewhere = {"store_host": "127.0.0.1", "store_port": 1, "started_ms": 1 << 50}
     cluster.coordinator.client.call(
         "publisher_hello", deadline_s=WAIT_S, name=PUBLISHER, incarnation="elsewhere", **elsewhere
     )
@@ -509,7 +509,7 @@ def test_of_two_polls_of_one_peer_none_stays_without_an_answer():
     """After a pause the coordinator reads polls of connections that are gone beside the one that counts."""
     with running_cluster(services=("weight_sync.0",)) as cluster:
         who = {"name": "receiver.0", "incarnation": "1"}
-        info = {"abilities": ["gloo"], "serving": 0, "staged": 0, "attended": False, "pinned": False}
+        info = {"serving": 0, "staged": 0, "attended": False, "pinned": False}
         cluster.coordinator.client.call("hello", deadline_s=WAIT_S, **who, **info)
         clients = [Client(ThreadRuntime(), cluster.coordinator.address) for _ in range(2)]
         polls = [client.begin("next_order", deadline_s=WAIT_S, after=0, **who) for client in clients]

@@ -21,7 +21,7 @@ TIMING = Timing.of(60.0)
 """As in a run: a peer polls once a second."""
 
 
-def make_transport(backend: str) -> Any:
+def make_transport() -> Any:
     raise AssertionError("nothing is sent")
 
 
@@ -32,12 +32,10 @@ def test_idle_services_wake_for_their_polls_and_their_guards_alone(tmp_path: Pat
     coordinator = CoordinatorService(Coordination(TIMING, token=1), coordinators)
     address = coordinator.status().address
     pool = SegmentPool(f"{prefix}publisher-", "1")
-    endpoint = Endpoint("127.0.0.1", 1, ("gloo",))
+    endpoint = Endpoint("127.0.0.1", 1)
     publisher = PublisherService(address, "1", pool, endpoint, make_transport, publishers)
     staging = StagingArea(f"{prefix}receiver.0-", "1")
-    receiver = ReceiverService(
-        address, "receiver.0", "1", staging, ("gloo",), make_transport, receivers, lost_s=4.0
-    )
+    receiver = ReceiverService(address, "receiver.0", "1", staging, make_transport, receivers, lost_s=4.0)
     with in_thread(coordinator.run), in_thread(publisher.run), in_thread(receiver.run):
         end = time.monotonic() + WAIT_S
         while "receiver.0" not in coordinator.status().members:

@@ -151,10 +151,9 @@ def coordinator(token: int, address: str) -> Iterator[None]:
 @contextmanager
 def two_peers(address: str) -> Iterator[tuple[Caller, Caller]]:
     """A publisher that has version 1, and a receiver whose replica asks for weights."""
-    abilities = {"abilities": ["gloo"]}
-    endpoint = {**abilities, "store_host": "127.0.0.1", "store_port": 1}
+    endpoint = {"store_host": "127.0.0.1", "store_port": 1}
     publisher = Caller(address, PUBLISHER, endpoint, (manifest_of(1).to_bytes(),))
-    receiver = Caller(address, "receiver.0", {**abilities, **FLAGS, "serving": 0, "staged": 0})
+    receiver = Caller(address, "receiver.0", {**FLAGS, "serving": 0, "staged": 0})
     try:
         yield publisher, receiver
     finally:

@@ -62,16 +62,6 @@ def connect_store(store: TCPStore | None, host: str, port: int, timeout: timedel
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def meet(store: Store, rank: int, world: int, timeout: timedelta) -> None:
-    """Say that `rank` is here and wait until all are, for libraries that wait for them without a deadline.
-
-    Raises:
-        RuntimeError: Not all came within `timeout`.
-    """
-    store.set(f"here/{rank}", "")
-    store.wait([f"here/{other}" for other in range(world)], timeout)
-
-
 def own_address(peer: str) -> str:
     """Return the address of this host as the peer at the IP address or name `peer` sees it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -62,7 +62,6 @@ def publisher_info_of(hello: PublisherHello, now: float) -> PublisherInfo:
     """Return the publisher that says hello."""
     return PublisherInfo(
         hello.incarnation,
-        frozenset(hello.abilities),
         hello.store_host,
         hello.store_port,
         now,

@@ -163,8 +163,8 @@ class CoordinatorService:
 
     def _handle_publisher_hello(self, request: Request, asked: wire.PublisherHello) -> wire.HelloReply:
         def join(now: float) -> bool:
-            current = self._take_manifest(request)
-            return self._coordination.publisher_hello(publisher_info_of(asked, now), current, now)
+            current, num_bytes = self._take_manifest(request)
+            return self._coordination.publisher_hello(publisher_info_of(asked, now), current, now, num_bytes)
 
         return self._handle_hello(asked, join)
 
@@ -194,13 +194,14 @@ class CoordinatorService:
         coordination = self._coordination
         return wire.HelloReply(coordination.token, coordination.timing.poll_s, is_accepted, is_outdated)
 
-    def _take_manifest(self, request: Request) -> PolicyVersion | None:
+    def _take_manifest(self, request: Request) -> tuple[PolicyVersion | None, int]:
+        """Return the version and its size in bytes; None and 0 if the request brings no manifest."""
         if not request.frames:
-            return None
+            return None, 0
         data = bytes(request.frames[0])
         manifest = Manifest.from_bytes(data, bounds=self._bounds)
         self._versions[manifest.version.number] = KnownVersion.of(data, manifest)
-        return manifest.version
+        return manifest.version, manifest.total_bytes
 
     # --- polls and reports ------------------------------------------------------------------------
 
@@ -234,10 +235,10 @@ class CoordinatorService:
         coordination, now = self._coordination, self._clock.now()
         match event:
             case wire.Published():
-                version = self._take_manifest(request)
+                version, num_bytes = self._take_manifest(request)
                 if version is None:
                     raise WireError("a version was published without a manifest")
-                coordination.published(version, now)
+                coordination.published(version, now, num_bytes)
             case wire.Sent():
                 coordination.sent(event.round, event.num_bytes, now)
             case wire.SendFailed():

@@ -19,8 +19,11 @@ from asyncrl.core.errors import SegmentGone, SyncError
 SHM_DIR = Path("/dev/shm")
 
 
-def create(name: str, num_bytes: int) -> str:
-    """Make the segment `name` with `num_bytes` reserved bytes and return its path; 0 reserves nothing.
+def create(name: str, num_bytes: int, *, is_reserved: bool = True) -> str:
+    """Make the segment `name` with `num_bytes` and return its path.
+
+    Args:
+        is_reserved: Take the memory at once; else `reserve` does so piece by piece.
 
     Raises:
         SyncError: It exists already, or there is no room for it.
@@ -32,7 +35,13 @@ def create(name: str, num_bytes: int) -> str:
         raise SyncError(f"cannot make the segment {path}: {error.strerror}") from error
     os.close(fd)
     try:
-        reserve(path, 0, num_bytes)
+        if is_reserved:
+            reserve(path, 0, num_bytes)
+        else:
+            os.truncate(path, num_bytes)
+    except OSError as error:
+        os.unlink(path)
+        raise _no_room(num_bytes, error) from error
     except SyncError:
         os.unlink(path)
         raise
@@ -56,13 +65,17 @@ def reserve(path: str, offset: int, num_bytes: int) -> None:
         os.posix_fallocate(fd, offset, num_bytes)
         mmap.mmap(fd, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset).close()
     except OSError as error:
-        raise SyncError(
-            f"no room for {num_bytes} bytes in {SHM_DIR}: {error.strerror}",
-            hint="Give the host or the container a larger /dev/shm",
-        ) from error
+        raise _no_room(num_bytes, error) from error
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+def _no_room(num_bytes: int, error: OSError) -> SyncError:
+    return SyncError(
+        f"no room for {num_bytes} bytes in {SHM_DIR}: {error.strerror}",
+        hint="Give the host or the container a larger /dev/shm",
+    )
 
 
 def attach(path: str, num_bytes: int, flags: int = mmap.MAP_SHARED) -> mmap.mmap:

@@ -53,7 +53,6 @@ class PublisherInfo:
     """
 
     incarnation: str
-    abilities: frozenset[str]
     store_host: str
     store_port: int
     last_seen: float
@@ -85,7 +84,6 @@ class Member:
 
     name: str
     incarnation: str
-    abilities: frozenset[str]
     last_seen: float
     serving: int = UNLOADED
     state: MemberState = MemberState.STARTING

@@ -19,7 +19,6 @@ from asyncrl.core.staleness import UNLOADED
 
 MAX_TEXT = 200
 """Characters of a name or an address; further ones of a reason are cut."""
-MAX_ABILITIES = 16
 _BELOW_4096 = r"[0-9]|[1-9][0-9]{1,2}|[1-3][0-9]{3}|40[0-8][0-9]|409[0-5]"
 PeerName = Annotated[str, Meta(pattern=rf"\A(publisher|receiver\.({_BELOW_4096}))\Z")]
 """There is one publisher; receivers are numbered below 4,096, so that what is kept of them is bounded."""
@@ -46,7 +45,6 @@ class Hello(OfPeer, frozen=True, kw_only=True):
         told: Number of the last report that it was written after; None from who does not count.
     """
 
-    abilities: Annotated[tuple[Text, ...], Meta(max_length=MAX_ABILITIES)]
     started_ms: int = 0
     seq: int = 0
     told: int | None = None
@@ -292,7 +290,6 @@ class Transfer(Instruction, frozen=True):
     world: int
     store_host: str
     store_port: int
-    backend: str
     live: tuple[int, ...]
     deadline_s: float
     base: int = UNLOADED

@@ -54,12 +54,11 @@ class Coordination:
         self,
         timing: Timing,
         parallelism: int = 1,
-        backend: str = "gloo",
         token: int = 0,
         uses_delta: bool = False,
         fences: Mapping[str, int] | None = None,
     ) -> None:
-        self._state = CoordinationState(timing, parallelism, backend, token, uses_delta)
+        self._state = CoordinationState(timing, parallelism, token, uses_delta)
         self._rounds = RoundManager(self._state)
         self._swap_scheduler = SwapScheduler(self._state)
         self._ticked: float | None = None
@@ -147,7 +146,7 @@ class Coordination:
         else:
             inherited = self._inherited_fences.pop(info.name, None)
             fence = known.fenced_until if known is not None else inherited
-            known = Member(info.name, info.incarnation, frozenset(info.abilities), now, fenced_until=fence)
+            known = Member(info.name, info.incarnation, now, fenced_until=fence)
             self.members[info.name] = known
             self._swap_scheduler.forget(info.name)
             self._rounds.forget(info.name)
@@ -182,8 +181,13 @@ class Coordination:
             self._swap_scheduler.ask(member, info.staged)
         member.catch_up()
 
-    def publisher_hello(self, publisher: PublisherInfo, current: PolicyVersion | None, now: float) -> bool:
+    def publisher_hello(
+        self, publisher: PublisherInfo, current: PolicyVersion | None, now: float, num_bytes: int = 0
+    ) -> bool:
         """The publisher joins, or joins again; it has given up all rounds and groups.
+
+        Args:
+            num_bytes: Size of `current`.
 
         Returns:
             False if it must not: a newer publisher lives.
@@ -201,7 +205,7 @@ class Coordination:
         cause = "another process has taken its place" if known is not None and not is_same else ""
         self._rounds.leave_publisher(cause, now)
         if current is not None:
-            self.published(current, now)
+            self.published(current, now, num_bytes)
         self._note_change(now)
         return True
 
@@ -265,8 +269,8 @@ class Coordination:
 
     # --- versions and rounds ----------------------------------------------------------------------
 
-    def published(self, version: PolicyVersion, now: float) -> None:
-        """A version is ready at the publisher; older unsent ones are skipped."""
+    def published(self, version: PolicyVersion, now: float, num_bytes: int = 0) -> None:
+        """A version of that size is ready at the publisher; older unsent ones are skipped."""
         current = self.current
         if current is not None and version.number <= current.number:
             return
@@ -276,6 +280,7 @@ class Coordination:
         if current is not None and current.number not in self._sent_numbers():
             self.counters["versions_skipped"] += 1
         self._state.current, self._state.newest_number = version, version.number
+        self._state.num_bytes = num_bytes
         self.counters["versions_published"] += 1
         self._note_change(now)
 

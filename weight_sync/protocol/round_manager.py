@@ -12,7 +12,6 @@ import math
 import msgspec
 
 from asyncrl.core.staleness import UNLOADED
-from weight_sync.backends.choice import agree_on_backend
 from weight_sync.protocol.failure_attribution import FailureAttribution
 from weight_sync.protocol.members import Member
 from weight_sync.protocol.messages import Abort, Offer, Transfer
@@ -172,7 +171,7 @@ class RoundManager:
         version = self._state.current
         if not members or version is None:
             return
-        until = now + self._state.timing.offer_s
+        until = now + self._state.deadlines.offer_s
         parts = dict.fromkeys((member.name for member in members), Part.OFFERED)
         round_ = self.active[lane] = Round(self._state.next_id(), lane, version, now, until, parts)
         for member in members:
@@ -192,12 +191,11 @@ class RoundManager:
     def _start_transfer(self, round_: Round, now: float) -> None:
         state, names = self._state, round_.those(Part.ACCEPTED)
         assert state.publisher is not None, "a round without a publisher is broken"
-        end = round_.started + state.timing.deadline_s - state.timing.settle_s
+        end = round_.started + state.deadlines.deadline_s - state.timing.settle_s
         round_.phase, round_.receivers = Phase.TRANSFER, tuple(names)
         round_.until = max(end, now + state.timing.settle_s)
         key = tuple((name, state.members[name].incarnation) for name in names)
         round_.membership = self.groups.find(key) or self.groups.add(key, state.next_id())
-        abilities = [state.publisher.abilities, *(state.members[name].abilities for name in names)]
         transfer = Transfer(
             round=round_.id,
             number=round_.version.number,
@@ -206,7 +204,6 @@ class RoundManager:
             world=len(names) + 1,
             store_host=state.publisher.store_host,
             store_port=state.publisher.store_port,
-            backend=agree_on_backend(state.backend, abilities),
             live=tuple(self.groups.live(other.membership for other in self.active.values())),
             deadline_s=round_.until - now,
             base=self._base_of(names, round_.version.number),

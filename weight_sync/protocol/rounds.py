@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -65,13 +65,17 @@ class Sender(StrEnum):
     FAILED = "FAILED"
 
 
+RESERVE_BYTES_PER_S, TRANSFER_BYTES_PER_S = 0.5e9, 0.25e9
+"""The slowest that a host is waited for: pages come at about 2e9, gloo carries 0.7e9 to 2e9 to a receiver."""
+
+
 @dataclass(frozen=True)
 class Timing:
-    """All deadlines of weight sync, in seconds.
+    """All deadlines of weight sync, in seconds, without those of a version's bytes (`for_bytes`).
 
     Attributes:
         deadline_s: A round from its offer to its end, the settling of a broken one included; a swap.
-        offer_s: An answer to an offer: a receiver reserves a segment for it, at 2 GB/s or so.
+        offer_s: An answer to an offer: a receiver reserves a segment for it.
         settle_s: An answer to an abort, once a group has broken: it tells the living from the culprit.
         silence_s: Without a word for so long, a member is SUSPECT. Members speak every third of it.
         dead_s: Without a word for so long, it is DEAD.
@@ -95,6 +99,13 @@ class Timing:
     def poll_s(self) -> float:
         """Time that a member may be silent while it waits for orders."""
         return self.silence_s / 3
+
+    def for_bytes(self, num_bytes: int) -> Timing:
+        """Return the deadlines of a version of that size: these, and what its bytes take at the slowest."""
+        reserve_s, transfer_s = num_bytes / RESERVE_BYTES_PER_S, num_bytes / TRANSFER_BYTES_PER_S
+        return replace(
+            self, offer_s=self.offer_s + reserve_s, deadline_s=self.deadline_s + reserve_s + transfer_s
+        )
 
 
 @dataclass

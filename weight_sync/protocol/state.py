@@ -26,19 +26,19 @@ class CoordinationState:
     """See the module.
 
     Attributes:
-        current: The version that the publisher can send.
+        current: The version that the publisher can send, and its size in bytes.
         newest_number: Of all versions that any publisher had; an older one is never offered.
         uses_delta: Let differences be sent to members that hold the same base.
     """
 
     timing: Timing
     parallelism: int
-    backend: str
     token: int
     uses_delta: bool = False
     members: dict[str, Member] = field(default_factory=dict)
     publisher: PublisherInfo | None = None
     current: PolicyVersion | None = None
+    num_bytes: int = 0
     newest_number: int = UNLOADED
     culprit: str = ""
     counters: Counter[str] = field(default_factory=Counter)
@@ -47,6 +47,11 @@ class CoordinationState:
         self._orders: list[Order] = []
         self._records: list[Record] = []
         self._last_id = self.token << ID_BITS
+
+    @property
+    def deadlines(self) -> Timing:
+        """Those of the current version."""
+        return self.timing.for_bytes(self.num_bytes)
 
     def order(self, to: str, what: Instruction) -> None:
         """Queue an instruction to a peer."""

@@ -103,7 +103,7 @@ class SwapScheduler:
             del self._queue[member.name]
             assert member.staged is not None, "only a verified version is waited with"
             member.swapping, member.staged = member.staged, None
-            member.swap_began, member.swap_until = now, now + self._state.timing.deadline_s
+            member.swap_began, member.swap_until = now, now + self._state.deadlines.deadline_s
             self._state.order(member.name, Commit(member.swapping))
             num_swapping += 1
 

@@ -108,17 +108,15 @@ def find_conflicts(config: Root) -> list[Conflict]:
 
 
 def _find_gpu_conflicts(config: Root) -> Iterator[Conflict]:
-    """Yield what is set and needs GPUs on both sides, where one side has none."""
-    if config.rollout.gpus and config.learner.gpus:
-        return
-    for key, value, refused, instead in (
-        ("weight_sync.backend", config.weight_sync.backend, "nccl", "gloo"),
-        ("model.dtype", config.model.dtype, "float16", "bfloat16"),
-    ):
-        if value == refused:
-            what = f"{key}: {refused} needs GPUs on both sides"
-            hint = f"Set rollout.gpus and learner.gpus, or {key}: {instead}"
-            yield Conflict((key, "rollout.gpus", "learner.gpus"), what, hint)
+    """Yield what is set and needs GPUs that the services in question do not have."""
+    if config.weight_sync.backend == "nccl":
+        what = "weight_sync.backend: nccl is not there: publisher and receivers have no GPU"
+        hint = "Leave it out: weights travel over gloo, and each engine loads them from its host's memory"
+        yield Conflict(("weight_sync.backend",), what, hint)
+    if config.model.dtype == "float16" and not (config.rollout.gpus and config.learner.gpus):
+        what = "model.dtype: float16 needs GPUs on both sides"
+        hint = "Set rollout.gpus and learner.gpus, or model.dtype: bfloat16"
+        yield Conflict(("model.dtype", "rollout.gpus", "learner.gpus"), what, hint)
 
 
 def _find_critic_conflicts(config: Root) -> list[Conflict]:

@@ -22,7 +22,6 @@ from weight_sync.protocol.rounds import ABORTED, SUPERSEDED, Timing
 from weight_sync.protocol.slots import NUM_SLOTS, Copies, Slots
 
 COORDINATOR_NAME, PUBLISHER_NAME = "weight_sync.0", "publisher.0"
-ABILITIES = frozenset({"gloo"})
 
 
 def timing_of(setting: Setting) -> Timing:
@@ -47,7 +46,7 @@ class CoordinatorActor(Actor):
         self._post()
 
     def on_publisher_hello(self, src: str, args: Args, call: int) -> None:
-        publisher = PublisherInfo(PUBLISHER_NAME, ABILITIES, "", 0, self.world.now, started_ms=1)
+        publisher = PublisherInfo(PUBLISHER_NAME, "", 0, self.world.now, started_ms=1)
         self.coordination.publisher_hello(publisher, None, self.world.now)
         self._post()
 
@@ -220,7 +219,6 @@ class ReceiverActor(Actor):
         info = ReceiverHello(
             name=self.name,
             incarnation=self.name,
-            abilities=tuple(ABILITIES),
             serving=UNLOADED,
             staged=UNLOADED,
             attended=False,

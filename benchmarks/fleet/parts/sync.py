@@ -17,7 +17,6 @@ from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import Order, Timing
 
 DEADLINE_S = 60.0
-ABILITIES = frozenset({"gloo"})
 INCARNATION = "1"
 MAX_TURN = 256
 """Reports that the coordinator's server takes before it looks at what they led to, see `asyncrl.core.rpc`."""
@@ -31,12 +30,11 @@ class SyncFleet:
         self._names = [f"receiver.{index}" for index in range(num_members)]
         self._number = 0
         self._now_s = 0.0
-        self._coordination.publisher_hello(PublisherInfo(INCARNATION, ABILITIES, "", 0, 0.0), None, 0.0)
+        self._coordination.publisher_hello(PublisherInfo(INCARNATION, "", 0, 0.0), None, 0.0)
         for name in self._names:
             info = ReceiverHello(
                 name=name,
                 incarnation=INCARNATION,
-                abilities=tuple(ABILITIES),
                 serving=UNLOADED,
                 staged=UNLOADED,
                 attended=True,

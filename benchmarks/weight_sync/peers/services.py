@@ -306,7 +306,6 @@ def make_context(bucket_bytes: int, parallelism: int = 1, *, has_keys: bool = Tr
         "data": {"train": "builtin:digit_sort"},
         "reward": {"fn": "digit_sort"},
         "weight_sync": {
-            "backend": "gloo",
             "deadline_s": DEADLINE_S,
             "bucket_bytes": bucket_bytes,
             "parallelism": parallelism,

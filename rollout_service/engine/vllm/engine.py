@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 PLUGIN_GROUP = "vllm.general_plugins"
 CONTROL_DEADLINE_S = 60.0
+LOAD_BYTES_PER_S = 0.5e9
+"""The slowest load that is waited for, beside that: a worker reads pageable memory at 3e9 or more."""
 DEATH_WATCH_S = 0.5
 WARM_UP_DEADLINE_S = 300.0
 CPU_BATCH_TOKENS = 8192
@@ -198,7 +200,7 @@ class VllmEngine:
         async with self._swap_lock:
             await self._pause()
             self._is_loaded = False
-            await self._load(number, update)
+            await self._load(number, update, staged.manifest.total_bytes)
             await self._control(llm.update_weight_version(str(number)), f"the label of version {number}")
             self._serving = staged.version
             await self._control(llm.resume_generation(), "the resumption")
@@ -217,9 +219,10 @@ class VllmEngine:
                 self._is_loaded = True
             raise
 
-    async def _load(self, number: int, update: object) -> None:
+    async def _load(self, number: int, update: object, num_bytes: int) -> None:
         """Load on all workers, or raise what the first of them says. The label stays as it was."""
         llm, what = self.client, f"the load of version {number}"
+        within_s = CONTROL_DEADLINE_S + num_bytes / LOAD_BYTES_PER_S
         if self._has_open_update:  # an earlier load, or only its start, outlasted its deadline
             try:
                 await self._control(llm.finish_weight_update(), "the end of an earlier load")
@@ -229,9 +232,9 @@ class VllmEngine:
                 log.warning("%s", error)
         self._has_open_update = True
         await self._control(llm.start_weight_update(), what)
-        await self._control(llm.update_weights(update), what)
-        outcomes = msgspec.convert(await self._control(llm.collective_rpc(REPORT), what), list[str])
-        await self._control(llm.finish_weight_update(), what)
+        await self._control(llm.update_weights(update), what, within_s)
+        outcomes = msgspec.convert(await self._control(llm.collective_rpc(REPORT), what, within_s), list[str])
+        await self._control(llm.finish_weight_update(), what, within_s)
         self._has_open_update = False
         failures = [outcome for outcome in outcomes if outcome]
         if failures:
@@ -268,16 +271,16 @@ class VllmEngine:
             raise EngineError(f"vLLM failed request {request_id}: {_describe(error)}") from error
         raise EngineError(f"vLLM ended request {request_id} without a final output")
 
-    async def _control(self, call: Awaitable[T], what: str) -> T:
+    async def _control(self, call: Awaitable[T], what: str, within_s: float | None = None) -> T:
         """Await one of vLLM's control calls, within a deadline, under our error class.
 
         vLLM 0.32 ends requests when its core dies, but never answers a control call that was under way.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        answer = asyncio.ensure_future(call)
+        answer, within_s = asyncio.ensure_future(call), within_s or CONTROL_DEADLINE_S
         try:
-            async with asyncio.timeout(CONTROL_DEADLINE_S):
+            async with asyncio.timeout(within_s):
                 while not (await asyncio.wait([answer], timeout=DEATH_WATCH_S))[0]:
                     if self.client.errored:
                         raise self.death(f" at {what}")
@@ -285,7 +288,7 @@ class VllmEngine:
         except EngineDied:
             raise
         except TimeoutError as error:
-            raise EngineError(f"vLLM did not finish {what} within {CONTROL_DEADLINE_S:g} s") from error
+            raise EngineError(f"vLLM did not finish {what} within {within_s:g} s") from error
         except EngineDeadError as error:
             raise EngineDied(f"vLLM died at {what}: {self._why(error)}") from error
         except Exception as error:  # vLLM passes a worker's exception on as a bare Exception

@@ -168,9 +168,8 @@ class CoordinatorAbuse:
 
     def _hello(self, *, is_publisher: bool) -> dict[str, Any]:
         dice = self._dice
-        abilities = dice.choice((["gloo"], [], [[]], ["gloo", "nccl"], [1, None], ["g" * 5000]))
         marks = {name: self._number() for name in ("seq", "told")} if dice.random() < 0.3 else {}
-        said = {"abilities": abilities, "started_ms": self._number()} | marks
+        said = {"started_ms": self._number()} | marks
         if is_publisher:
             return said | {"store_host": "h" * dice.choice((9, 9, 9, 5000)), "store_port": self._number()}
         numbers = {name: self._number() for name in ("serving", "staged", "base")}

@@ -155,24 +155,6 @@ def test_memory_is_counted_by_rank_and_by_what_cuts_it(
     assert [(part.where, part.num_bytes) for part in parts if part.what == what] == [(where, num_bytes)]
 
 
-@pytest.mark.parametrize(
-    ("backend", "gpus", "chosen", "why"),
-    [
-        ("auto", 0, "gloo", "NCCL needs a GPU per member"),
-        ("auto", 1, "nccl", "both above 0"),
-        ("nccl", 1, "nccl", "both above 0"),
-        ("gloo", 1, "gloo", "says so"),
-    ],
-)
-def test_the_backend_is_chosen_for_a_reason(
-    tmp_path: Path, backend: str, gpus: int, chosen: str, why: str
-) -> None:
-    on = {"gpus": gpus}
-    config = make_config("a", tmp_path, weight_sync={"backend": backend}, learner=on, rollout=on)
-    found = plan.choose_backend(config)
-    assert found.backend == chosen and why in found.why
-
-
 def test_elastic_replicas_warm_spares_and_other_nodes_are_told(tmp_path: Path) -> None:
     rollout = {"replicas": {"min": 1, "max": 8}, "standby": 2, "cpus": 0.0}
     config = make_config("a", tmp_path, rollout=rollout)

@@ -251,7 +251,7 @@ eval: {every_steps: 5}
         "a.yaml:2:1: data.train is missing",
         "a.yaml:4:7: learner.lr is 'fast', but must be a number",
         "a.yaml:5:16: learner.groups_per_step (16) must be a multiple of learner.minibatches (3)",
-        "a.yaml:6:24: weight_sync.backend: nccl needs GPUs on both sides",
+        "a.yaml:6:24: weight_sync.backend: nccl is not there: publisher and receivers have no GPU",
         "a.yaml:7:21: eval.every_steps is set, but data.eval names no prompts",
     ]
 

@@ -66,7 +66,6 @@ ALLOWED = {
     "rollout_service/gateway/sessions.py": ENGINE,
     "rollout_service/rewards/lines.py": "an entry point",
     "rollout_service/rewards/served/frames.py": ENGINE,
-    "weight_sync/backends/nccl.py": "a transport, which tests in virtual time play",
 }
 MOST_ALLOWED = 40
 """Lower it with each entry that goes."""

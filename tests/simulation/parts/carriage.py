@@ -58,8 +58,8 @@ class Carriage:
         world.on_kill.append(self._hear_end)
 
     def transports(self, runtime: SimRuntime) -> Callable[[str], SimTransport]:
-        """Return the maker of a process's transports, by backend."""
-        return lambda backend: SimTransport(self, runtime)
+        """Return the maker of a process's transports."""
+        return lambda: SimTransport(self, runtime)
 
     def meet(self, group: Group, process: Process) -> Exchange:
         """Return the group's exchange, which the process is a member of from now on."""

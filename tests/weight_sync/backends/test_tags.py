@@ -19,7 +19,6 @@ from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.sockets.keys import make_run_keys
 from tests.weight_sync.cluster import WAIT_S
-from weight_sync.backends.choice import GLOO
 from weight_sync.backends.contract import Broadcast, Group, Transport
 from weight_sync.backends.gloo import GlooTransport
 from weight_sync.backends.rendezvous import open_store
@@ -107,7 +106,7 @@ class Ends:
             TransferExecutor(CLOCK, lambda backend: receiver),
         ]
         group = Group(1, 0, 2, "127.0.0.1", store.port)
-        order = TransferOrder(1, 1, group, GLOO, frozenset({1}), WAIT_S)
+        order = TransferOrder(1, 1, group, frozenset({1}), WAIT_S)
         self._carriers[0].carry(order, self.sent, lambda *_: None, lambda *_: None)
         order = replace(order, group=replace(group, rank=1))
         self._carriers[1].carry(order, self.received, self._take, self._end)
@@ -193,7 +192,7 @@ def config_of(bucket_bytes: int = 1 << 20) -> Config:
 def test_the_transports_of_a_run_with_keys_are_tagged(has_keys: bool, tmp_path: Path) -> None:
     keys = make_run_keys() if has_keys else None
     context = ServiceContext(config_of(), "receiver.0", tmp_path, "x", keys=keys)
-    made = transports_of(context, None)(GLOO)
+    made = transports_of(context, None)()
     assert isinstance(made, TaggedTransport if has_keys else GlooTransport)
 
 

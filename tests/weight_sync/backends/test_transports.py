@@ -1,11 +1,10 @@
-"""The contract of transports, run against gloo over real processes and against NCCL as far as it goes."""
+"""The contract of transports, run against gloo over real processes."""
 
 from __future__ import annotations
 
 import os
 import queue
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +18,12 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import DeadlineExceeded, SyncError
 from asyncrl.core.files.private import make_secret
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.weight_sync.cluster import WAIT_S, processes
-from weight_sync.backends import nccl
-from weight_sync.backends.choice import agree_on_backend, choose_backend
 from weight_sync.backends.contract import Group, Transport
 from weight_sync.backends.gloo import GlooTransport
-from weight_sync.backends.nccl import NcclTransport
 from weight_sync.backends.tags import TaggedTransport
 from weight_sync.protocol.rounds import DIGEST, TRANSPORT
 from weight_sync.transfer_executor import MAX_UNDER_WAY, DigestMismatch, TransferExecutor, TransferOrder
@@ -185,78 +180,47 @@ def test_two_memberships_of_the_same_members_do_not_meet(peers):
         assert peers.next(membership - 1)[0] == membership
 
 
-class FakeHungCommunicator:
-    """Stands for NCCL with a peer that never comes: waits until it is aborted."""
+class HungTransport:
+    """Stands for a peer that never comes: waits until it is closed."""
 
-    def __init__(self, group: Group, store: TCPStore | None, secret: str, timeout: timedelta) -> None:
-        self.is_aborted = ThreadEvent()
-        self.num_aborts = 0
-        self.raises = group.membership == 2
+    def __init__(self) -> None:
+        self.is_formed, self.is_closed = ThreadEvent(), ThreadEvent()
 
-    def broadcast(self, bucket: torch.Tensor) -> None:
-        assert self.is_aborted.wait(WAIT_S), "nobody aborted"
-        if self.raises:
-            raise RuntimeError("NCCL communicator was aborted")
+    def form(self, group: Group, until: float) -> None:
+        self.is_formed.set()
+
+    def start(self, bucket: torch.Tensor, until: float) -> HungTransport:
+        return self
+
+    def wait(self) -> None:
+        assert self.is_closed.wait(WAIT_S), "nobody closed it"
+        raise SyncError("it was closed")
 
     def abort(self) -> None:
-        self.num_aborts += 1
-        self.is_aborted.set()
+        self.is_closed.set()
 
-    def close(self) -> None:
-        return
-
-
-@pytest.mark.parametrize("membership", [1, 2])
-def test_an_nccl_broadcast_that_hangs_is_aborted_at_its_deadline(membership):
-    made: list[FakeHungCommunicator] = []
-
-    def connect(*args: Any) -> FakeHungCommunicator:
-        made.append(FakeHungCommunicator(*args))
-        return made[0]
-
-    transport = NcclTransport(CLOCK, SECRET, connect=connect)
-    transport.form(Group(membership, 0, 2, "127.0.0.1", 1), until(WAIT_S))
-    with pytest.raises(DeadlineExceeded):
-        transport.broadcast(bucket_of(10, 1), until(0.1))
-    assert made[0].num_aborts == 1
-
-
-def test_an_nccl_abort_from_another_thread_wakes_the_waiter_before_its_deadline():
-    transport = NcclTransport(CLOCK, SECRET, connect=FakeHungCommunicator)
-    transport.form(Group(1, 0, 2, "127.0.0.1", 1), until(WAIT_S))
-    threading.Timer(0.05, transport.abort).start()
-    with pytest.raises(SyncError, match="aborted"):
-        transport.broadcast(bucket_of(10, 1), until(WAIT_S))
+    close = abort
 
 
 def test_closing_a_carrier_wakes_its_running_transfers():
-    made: list[FakeHungCommunicator] = []
-    is_made, ends = ThreadEvent(), queue.Queue[str]()
-
-    def connect(*args: Any) -> FakeHungCommunicator:
-        made.append(FakeHungCommunicator(*args))
-        is_made.set()
-        return made[0]
-
-    transfers = TransferExecutor(CLOCK, lambda backend: NcclTransport(CLOCK, SECRET, connect=connect))
-    order = TransferOrder(1, 1, Group(1, 0, 2, "127.0.0.1", 1), "nccl", frozenset({1}), 10 * WAIT_S)
+    transport, ends = HungTransport(), queue.Queue[str]()
+    transfers = TransferExecutor(CLOCK, lambda: transport)
+    order = TransferOrder(1, 1, Group(1, 0, 2, "127.0.0.1", 1), frozenset({1}), 10 * WAIT_S)
     transfers.carry(order, [bucket_of(10, 1)], lambda *_: None, lambda order, cause, message: ends.put(cause))
-    assert is_made.wait(WAIT_S)
+    assert transport.is_formed.wait(WAIT_S)
     transfers.close()
     assert ends.get(timeout=WAIT_S / 4) == TRANSPORT
-    assert made[0].num_aborts <= 1
 
 
 def make_unformed(name: str) -> Transport:
     made: dict[str, Transport] = {
         "gloo": GlooTransport(CLOCK, SECRET),
         "tagged": TaggedTransport(GlooTransport(CLOCK, SECRET), SECRET),
-        "nccl": NcclTransport(CLOCK, SECRET, connect=FakeHungCommunicator),
     }
     return made[name]
 
 
-@pytest.mark.parametrize("name", ["gloo", "tagged", "nccl"])
+@pytest.mark.parametrize("name", ["gloo", "tagged"])
 def test_a_transport_that_never_formed_or_was_closed_refuses_to_broadcast(name):
     transport = make_unformed(name)
     with pytest.raises(SyncError, match="not usable"):
@@ -266,45 +230,10 @@ def test_a_transport_that_never_formed_or_was_closed_refuses_to_broadcast(name):
     transport.abort()
 
 
-@pytest.mark.parametrize("name", ["gloo", "tagged", "nccl"])
+@pytest.mark.parametrize("name", ["gloo", "tagged"])
 def test_no_time_left_is_a_missed_deadline(name):
     with pytest.raises(DeadlineExceeded):
         make_unformed(name).form(Group(1, 0, 1, "127.0.0.1", 1), until(-1.0))
-
-
-@pytest.mark.skipif(not nccl.is_available(), reason="NCCL needs a GPU, and this machine has none")
-def test_one_nccl_rank_sends_to_itself():
-    store = make_store()
-    transport = NcclTransport(CLOCK, SECRET, store)
-    transport.form(make_group(store, 1), until(WAIT_S))
-    bucket = bucket_of(1000, 5)
-    transport.broadcast(bucket, until(WAIT_S))
-    assert int(bucket.sum()) == 5000
-    transport.close()
-
-
-@pytest.mark.parametrize(
-    ("backend", "gpus", "wanted"),
-    [("auto", 0, "gloo"), ("auto", 1, "nccl"), ("gloo", 1, "gloo"), ("nccl", 1, "nccl")],
-)
-def test_auto_means_nccl_only_where_both_sides_have_gpus(backend, gpus, wanted):
-    config = Config.model_validate(
-        {
-            "model": {"path": "builtin:digit_sort"},
-            "data": {"train": "builtin:digit_sort"},
-            "reward": {"fn": "digit_sort"},
-            "rollout": {"gpus": gpus},
-            "learner": {"gpus": gpus},
-            "weight_sync": {"backend": backend},
-        }
-    )
-    assert choose_backend(config) == wanted
-
-
-def test_a_group_with_a_member_that_cannot_do_nccl_uses_gloo():
-    both, one = frozenset({"gloo", "nccl"}), frozenset({"gloo"})
-    assert agree_on_backend("nccl", [both, both]) == "nccl"
-    assert agree_on_backend("nccl", [both, one]) == "gloo"
 
 
 class LateMismatch:
@@ -329,8 +258,8 @@ class LateMismatch:
 def carry_alone(after_bucket: Any, deadline_s: float) -> tuple[str, str]:
     """Carry five buckets in a group of one member; return the cause and the message of the end."""
     store = make_store()
-    transfers = TransferExecutor(CLOCK, lambda backend: GlooTransport(CLOCK, SECRET, store))
-    order = TransferOrder(1, 1, make_group(store, 1), "gloo", frozenset({1}), deadline_s)
+    transfers = TransferExecutor(CLOCK, lambda: GlooTransport(CLOCK, SECRET, store))
+    order = TransferOrder(1, 1, make_group(store, 1), frozenset({1}), deadline_s)
     ends: queue.Queue[tuple[str, str]] = queue.Queue()
     buckets = [bucket_of(10, index) for index in range(5)]
     transfers.carry(order, buckets, after_bucket, lambda order, cause, message: ends.put((cause, message)))
@@ -395,8 +324,8 @@ class ScriptedBroadcast:
 
 def test_a_transfer_that_fails_leaves_no_broadcast_behind_and_tells_the_first_failure():
     transport, ends = ScriptedTransport(), queue.Queue[tuple[str, str]]()
-    transfers = TransferExecutor(CLOCK, lambda backend: transport)
-    order = TransferOrder(1, 1, Group(1, 0, 2, "127.0.0.1", 1), "gloo", frozenset({1}), WAIT_S)
+    transfers = TransferExecutor(CLOCK, lambda: transport)
+    order = TransferOrder(1, 1, Group(1, 0, 2, "127.0.0.1", 1), frozenset({1}), WAIT_S)
     buckets = [bucket_of(10, index) for index in range(5)]
     transfers.carry(order, buckets, lambda *_: None, lambda order, cause, message: ends.put((cause, message)))
     assert ends.get(timeout=WAIT_S) == (TRANSPORT, "the group broke at bucket 1")

@@ -13,11 +13,11 @@ import torch
 from asyncrl.core.errors import FencedError, SegmentGone, SyncError
 from asyncrl.core.staleness import PolicyVersion
 from weight_sync.memory import pool as pool_module
-from weight_sync.memory import segments
+from weight_sync.memory import segments, staging_area
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.staging import Staged, open_tensors
-from weight_sync.memory.staging_area import StagingArea
+from weight_sync.memory.staging_area import Copy, StagingArea
 
 PAGE = mmap.PAGESIZE
 
@@ -169,42 +169,66 @@ def test_a_commit_of_another_size_is_refused_for_a_new_segment_and_for_a_used_on
             commit(pool, follower)
 
 
+def room_for(staging: StagingArea, manifest: Manifest) -> Copy:
+    copy = staging.make_room(manifest)
+    while not staging.reserve(copy):
+        pass
+    return copy
+
+
+def test_the_memory_of_a_copy_is_reserved_piece_by_piece(prefix, monkeypatch):
+    """A segment without all of it is no room for another version."""
+    monkeypatch.setattr(staging_area, "RESERVE_STEP_BYTES", 4096)
+    staging, manifest = StagingArea(prefix, uuid.uuid4().hex), make_manifest(1, num_floats=2560)
+    copy = staging.make_room(manifest)
+    assert manifest.total_bytes == 10_240 and os.stat(copy.path).st_blocks == 0
+    assert [staging.reserve(copy) for _ in range(3)] == [False, False, True] and staging.reserve(copy)
+    assert os.stat(copy.path).st_blocks * 512 == 3 * 4096
+    staging.give_back(copy)
+    assert staging.make_room(make_manifest(2, num_floats=2560)).path == copy.path
+    half = staging.make_room(make_manifest(3, num_floats=2560))
+    staging.reserve(half)
+    staging.give_back(half)
+    assert half.path not in segments.find(prefix)
+    assert staging.make_room(make_manifest(4, num_floats=2560)).path != half.path
+
+
 def test_a_copy_that_the_engine_reads_is_not_reused_before_the_load_is_reported(prefix):
     staging = StagingArea(prefix, uuid.uuid4().hex)
-    first = staging.make_room(make_manifest(1))
+    first = room_for(staging, make_manifest(1))
     staging.put_verified(first)
     assert staging.take(0) is None
     staging.commit(1)
     assert staging.take(0) is first and staging.take(0) is first
-    second = staging.make_room(make_manifest(2))
+    second = room_for(staging, make_manifest(2))
     assert second.path != first.path
     staging.finish_load(1, is_ok=True)
-    assert staging.make_room(make_manifest(3)).path == first.path
+    assert room_for(staging, make_manifest(3)).path == first.path
 
 
 def test_what_a_process_that_is_thought_dead_may_still_read_is_never_written_again(prefix):
     staging = StagingArea(prefix, uuid.uuid4().hex)
-    first = staging.make_room(make_manifest(1))
+    first = room_for(staging, make_manifest(1))
     staging.put_verified(first)
     staging.commit(1)
     assert staging.take(0) is first
     staging.quarantine()
     assert staging.take(0) is first, "its successor loads the same bytes"
     staging.finish_load(1, is_ok=True)
-    assert staging.make_room(make_manifest(2)).path != first.path
+    assert room_for(staging, make_manifest(2)).path != first.path
     assert first.path not in segments.find(prefix)
 
 
 def test_a_failed_load_loads_again_from_staging_and_a_newer_version_replaces_it(prefix):
     staging = StagingArea(prefix, uuid.uuid4().hex)
-    staging.put_verified(staging.make_room(make_manifest(1)))
+    staging.put_verified(room_for(staging, make_manifest(1)))
     staging.commit(1)
     copy = staging.take(0)
     staging.finish_load(1, is_ok=False)
     assert staging.take(0) is None
     staging.commit(1)
     assert staging.take(0) is copy
-    newer = staging.make_room(make_manifest(2))
+    newer = room_for(staging, make_manifest(2))
     staging.put_verified(newer)
     staging.finish_load(1, is_ok=False)
     staging.commit(1)
@@ -213,15 +237,15 @@ def test_a_failed_load_loads_again_from_staging_and_a_newer_version_replaces_it(
 
 def test_a_segment_of_an_aborted_round_waits_for_its_writer(prefix):
     staging = StagingArea(prefix, uuid.uuid4().hex)
-    copy = staging.make_room(make_manifest(1))
+    copy = room_for(staging, make_manifest(1))
     staging.abandon(5, copy)
-    assert staging.make_room(make_manifest(2)).path != copy.path
+    assert room_for(staging, make_manifest(2)).path != copy.path
     staging.end_abandoned(5)
-    assert staging.make_room(make_manifest(3)).path == copy.path
+    assert room_for(staging, make_manifest(3)).path == copy.path
 
 
 def test_a_restarted_receiver_removes_what_the_one_before_left(prefix):
-    StagingArea(prefix, uuid.uuid4().hex).make_room(make_manifest(1))
+    room_for(StagingArea(prefix, uuid.uuid4().hex), make_manifest(1))
     assert len(segments.find(prefix)) == 1
     StagingArea(prefix, uuid.uuid4().hex)
     assert segments.find(prefix) == []
@@ -229,16 +253,16 @@ def test_a_restarted_receiver_removes_what_the_one_before_left(prefix):
 
 def test_a_restarted_receiver_gives_its_copies_names_that_nobody_knows(prefix):
     """A replica loads what it was told of after its evaluation, and must not find another version there."""
-    told = StagingArea(prefix, uuid.uuid4().hex).make_room(make_manifest(1)).path
+    told = room_for(StagingArea(prefix, uuid.uuid4().hex), make_manifest(1)).path
     staging = StagingArea(prefix, uuid.uuid4().hex)
-    assert told not in [staging.make_room(make_manifest(number)).path for number in (2, 3)]
+    assert told not in [room_for(staging, make_manifest(number)).path for number in (2, 3)]
     with pytest.raises(SegmentGone):
         segments.attach(told, make_manifest(1).total_bytes)
 
 
 def test_a_withdrawn_commit_waits_for_another(prefix):
     staging = StagingArea(prefix, uuid.uuid4().hex)
-    staging.put_verified(staging.make_room(make_manifest(1)))
+    staging.put_verified(room_for(staging, make_manifest(1)))
     staging.commit(1)
     staging.withdraw()
     assert staging.take(0) is None and staging.newest_verified == 1
@@ -301,7 +325,7 @@ def test_what_was_sent_last_stays_for_differences_to_it(prefix):
 def test_the_newest_verified_copy_stays_as_a_base_while_others_come_and_go(prefix):
     staging = StagingArea(prefix, uuid.uuid4().hex, keeps_base=True)
     for number in (1, 2, 3, 4):
-        copy = staging.make_room(make_manifest(number))
+        copy = room_for(staging, make_manifest(number))
         before = staging.find_base(number - 1, copy.manifest.layout)
         assert before is None if number == 1 else before is not None and before.path != copy.path
         staging.put_verified(copy)
@@ -316,29 +340,29 @@ def test_the_newest_verified_copy_stays_as_a_base_while_others_come_and_go(prefi
 
 def test_a_base_that_the_engine_reads_is_not_reused_when_a_newer_one_comes(prefix):
     staging = StagingArea(prefix, uuid.uuid4().hex, keeps_base=True)
-    first = staging.make_room(make_manifest(1))
+    first = room_for(staging, make_manifest(1))
     staging.put_verified(first)
     staging.commit(1)
     assert staging.take(0) is first
-    staging.put_verified(staging.make_room(make_manifest(2)))
-    assert staging.make_room(make_manifest(3)).path != first.path
+    staging.put_verified(room_for(staging, make_manifest(2)))
+    assert room_for(staging, make_manifest(3)).path != first.path
     staging.finish_load(1, is_ok=True)
-    assert staging.make_room(make_manifest(4)).path == first.path
+    assert room_for(staging, make_manifest(4)).path == first.path
 
 
 def test_without_delta_no_base_is_kept(prefix):
     staging = StagingArea(prefix, uuid.uuid4().hex)
-    staging.put_verified(staging.make_room(make_manifest(1)))
+    staging.put_verified(room_for(staging, make_manifest(1)))
     assert staging.base_number == 0
 
 
 def test_a_copy_of_what_the_engine_serves_already_makes_room(prefix):
     staging = StagingArea(prefix, uuid.uuid4().hex)
     for _ in range(2):  # once more after a coordinator that did not know of the first
-        staging.put_verified(staging.make_room(make_manifest(4)))
+        staging.put_verified(room_for(staging, make_manifest(4)))
         staging.commit(4)
     assert staging.take(4) is None
-    newer = staging.make_room(make_manifest(5))
+    newer = room_for(staging, make_manifest(5))
     staging.put_verified(newer)
     staging.commit(5)
     assert staging.take(4) is newer
@@ -346,10 +370,10 @@ def test_a_copy_of_what_the_engine_serves_already_makes_room(prefix):
 
 def test_a_copy_whose_load_is_not_heard_of_makes_room_once_the_engine_serves_it(prefix):
     staging = StagingArea(prefix, uuid.uuid4().hex)
-    staging.put_verified(staging.make_room(make_manifest(4)))
+    staging.put_verified(room_for(staging, make_manifest(4)))
     staging.commit(4)
     assert staging.take(3) is not None and staging.taken_number == 4
-    newer = staging.make_room(make_manifest(5))
+    newer = room_for(staging, make_manifest(5))
     staging.put_verified(newer)
     staging.commit(5)
     assert staging.take(4) is newer

@@ -19,19 +19,17 @@ from weight_sync.receiver import ReceiverService
 def receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReceiverService]:
     """One that no thread serves: each call is handled here."""
     monkeypatch.setattr(coordinator_session, "CALL_DEADLINE_S", 0.1)  # nobody answers its hello
-    staging = StagingArea(f"asyncrl-test-late-{tmp_path.name}/", "a")
+    staging = StagingArea(f"asyncrl-test-late-{tmp_path.name}-", "a")
     nobody, here = f"ipc://{tmp_path}/nobody", f"ipc://{tmp_path}/r"
     runtime = ManualRuntime(100.0)
-    found = ReceiverService(
-        nobody, "receiver.0", "1", staging, ("gloo",), _make_none, runtime, lost_s=60.0, bind=here
-    )
+    found = ReceiverService(nobody, "receiver.0", "1", staging, _make_none, runtime, lost_s=60.0, bind=here)
     yield found
     over = ThreadEvent()
     over.set()
     found.run(over)
 
 
-def _make_none(backend: str) -> None:
+def _make_none() -> None:
     raise AssertionError("nothing is transferred")
 
 

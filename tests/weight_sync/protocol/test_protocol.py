@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.core.staleness import PolicyVersion
-from tests.weight_sync.protocol.world import GLOO, TIMING, PromptCoordination, World, receiver_hello
+from tests.weight_sync.protocol.world import TIMING, World, receiver_hello
 from weight_sync.protocol.members import ALLOWED, Member, MemberState, PublisherInfo
 from weight_sync.protocol.protocol import PUBLISHER
 
@@ -196,7 +196,7 @@ def test_no_more_than_parallelism_swap_at_once(parallelism):
 
 def test_a_member_without_a_replica_holds_no_permit():
     world = World()
-    world.coordination.hello(receiver_hello("a", "1", GLOO), world.now)
+    world.coordination.hello(receiver_hello("a", "1"), world.now)
     world.join("b")
     world.publish(1)
     world.obey("a", "b")
@@ -334,7 +334,7 @@ def test_a_new_publisher_starts_without_versions_and_groups():
     world = World("a")
     world.publish(1)
     world.obey("a")
-    publisher = PublisherInfo("q", GLOO, "127.0.0.1", 2, world.now)
+    publisher = PublisherInfo("q", "127.0.0.1", 2, world.now)
     world.coordination.publisher_hello(publisher, None, world.now)
     assert world.coordination.current is None
     world.publish(2)
@@ -354,21 +354,34 @@ def test_a_lost_publisher_breaks_the_round_and_blames_no_member():
     assert world.coordination.counters["rounds_failed/publisher_lost"] == 1
 
 
-def test_nccl_is_used_only_if_every_member_can():
-    both = frozenset({"gloo", "nccl"})
-    for abilities, wanted in ((both, "nccl"), (GLOO, "gloo")):
-        coordination = PromptCoordination(TIMING, backend="nccl")
-        coordination.publisher_hello(PublisherInfo("p", both, "127.0.0.1", 1, 0.0), PolicyVersion(1, 0), 0.0)
-        coordination.hello(receiver_hello("a", "1", abilities), 0.0)
-        coordination.accepted("a", 1, 0.0)
-        assert [o.fields["backend"] for o in coordination.take_orders() if o.kind == "transfer"] == [
-            wanted
-        ] * 2
+@pytest.mark.parametrize(("num_bytes", "is_served"), [(65_500_000_000, True), (0, False)])
+def test_a_version_of_many_bytes_has_time_for_its_memory_its_way_and_its_load(
+    num_bytes: int, is_served: bool
+) -> None:
+    """Qwen3-32B: 33 s for its pages, 95 s over gloo, 22 s to load; `offer_s` is 2, `deadline_s` 10."""
+    world = World("a")
+    world.coordination.published(PolicyVersion(1, 0), world.now, num_bytes)
+    (offer,) = world.take()
+    world.pass_time(33.0, "a")
+    world.coordination.accepted("a", offer.fields["round"], world.now)
+    transfers = [order for order in world.take() if order.kind == "transfer" and order.to == "a"]
+    assert bool(transfers) is is_served
+    if not is_served:
+        return
+    world.pass_time(95.0, "a")
+    round_id = transfers[0].fields["round"]
+    world.coordination.sent(round_id, num_bytes, world.now)
+    world.coordination.verified("a", round_id, 1, world.now)
+    assert [order.kind for order in world.take() if order.to == "a"] == ["commit"]
+    world.pass_time(22.0, "a")
+    world.coordination.loaded("a", 1, True, "", world.now)
+    assert world.member("a").serving == 1 and world.coordination.counters["versions_published"] == 1
+    assert not world.member("a").is_fenced and world.coordination.culprit == ""
 
 
 def test_there_is_no_way_from_dead_to_ready_but_syncing():
     assert ALLOWED[MemberState.DEAD] == {MemberState.SYNCING} and not ALLOWED[MemberState.RETIRED]
-    member = Member("a", "1", GLOO, 0.0)
+    member = Member("a", "1", 0.0)
     member.move(MemberState.DEAD)
     with pytest.raises(AssertionError, match="no way from DEAD to READY"):
         member.move(MemberState.READY)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from asyncrl.core.staleness import PolicyVersion
-from tests.weight_sync.protocol.world import GLOO, TIMING, World, receiver_hello
+from tests.weight_sync.protocol.world import TIMING, World, receiver_hello
 from weight_sync.protocol.members import ALLOWED, Member, MemberState, PublisherInfo
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 
@@ -29,7 +29,7 @@ FORBIDDEN = [
 
 
 def member_in(state: MemberState) -> Member:
-    return Member("a", "1", GLOO, 0.0, state=state)
+    return Member("a", "1", 0.0, state=state)
 
 
 @pytest.mark.parametrize(("start", "end"), FORBIDDEN)
@@ -52,7 +52,7 @@ def test_every_other_move_is_allowed_and_the_table_says_no_more():
 
 def test_a_member_starts_until_a_replica_asks_for_weights_and_is_staged_meanwhile():
     world = World()
-    world.coordination.hello(receiver_hello("a", "1", GLOO), world.now)
+    world.coordination.hello(receiver_hello("a", "1"), world.now)
     world.publish(1)
     world.obey("a")
     assert world.states() == {"a": "STARTING"} and world.member("a").staged == 1
@@ -67,7 +67,7 @@ def test_who_is_back_from_the_dead_is_not_believed_before_its_replica_has_spoken
     world.publish(1)
     world.obey("a")
     world.pass_time(TIMING.dead_s)
-    world.coordination.hello(receiver_hello("a", "1", GLOO, serving=1, attended=True), world.now)
+    world.coordination.hello(receiver_hello("a", "1", serving=1, attended=True), world.now)
     assert world.states() == {"a": "SYNCING"} and not world.member("a").is_attended
     world.pass_time(1.0, "a")
     assert world.states() == {"a": "SYNCING"}
@@ -82,7 +82,7 @@ def test_who_is_back_from_the_dead_is_asked_again_if_it_connects_again_before_it
     world.publish(1)
     world.obey("a")
     world.pass_time(TIMING.dead_s + 1.0)
-    info = receiver_hello("a", "1", GLOO, serving=1, attended=True)
+    info = receiver_hello("a", "1", serving=1, attended=True)
     for _ in range(2):
         world.take()
         world.coordination.hello(info, world.now)
@@ -95,23 +95,23 @@ def test_who_is_back_from_the_dead_is_asked_again_if_it_connects_again_before_it
 def test_a_process_that_has_retired_does_not_come_back_but_a_new_one_does():
     world = World("a")
     world.coordination.retire("a", world.now)
-    assert not world.coordination.hello(receiver_hello("a", "1", GLOO), world.now)
+    assert not world.coordination.hello(receiver_hello("a", "1"), world.now)
     assert world.states() == {"a": "RETIRED"}
-    assert world.coordination.hello(receiver_hello("a", "2", GLOO), world.now)
+    assert world.coordination.hello(receiver_hello("a", "2"), world.now)
     assert world.states() == {"a": "STARTING"}
 
 
 def test_an_older_process_is_refused_while_a_newer_one_lives_under_its_name():
     world = World()
-    assert world.coordination.hello(receiver_hello("a", "new", GLOO, started_ms=2), world.now)
-    assert not world.coordination.hello(receiver_hello("a", "old", GLOO, started_ms=1), world.now)
+    assert world.coordination.hello(receiver_hello("a", "new", started_ms=2), world.now)
+    assert not world.coordination.hello(receiver_hello("a", "old", started_ms=1), world.now)
     assert world.member("a").incarnation == "new" and world.coordination.counters["refused_hellos"] == 1
     world.pass_time(TIMING.silence_s)
-    assert world.coordination.hello(receiver_hello("a", "old", GLOO, started_ms=1), world.now)
+    assert world.coordination.hello(receiver_hello("a", "old", started_ms=1), world.now)
 
 
 def publisher_seat(world: World, incarnation: str, started_ms: int) -> PublisherInfo:
-    return PublisherInfo(incarnation, GLOO, "127.0.0.1", 1, world.now, started_ms=started_ms)
+    return PublisherInfo(incarnation, "127.0.0.1", 1, world.now, started_ms=started_ms)
 
 
 def test_a_thawed_publisher_does_not_take_the_seat_of_its_successor():
@@ -138,7 +138,7 @@ def test_a_version_older_than_any_that_was_published_is_never_offered():
 
 def test_a_new_coordinator_learns_from_a_hello_that_a_member_is_leaving():
     world = World("b")
-    world.coordination.hello(receiver_hello("a", "1", GLOO, attended=True, draining=True), world.now)
+    world.coordination.hello(receiver_hello("a", "1", attended=True, draining=True), world.now)
     world.publish(1)
     world.obey("a", "b")
     assert world.states() == {"a": "DRAINING", "b": "READY"} and not world.orders("offer", "a")

@@ -183,7 +183,6 @@ def coordinator(token: int, bind: str = "tcp://127.0.0.1:*") -> Iterator[Coordin
 
 
 INFO = {
-    "abilities": ["gloo"],
     "serving": 0,
     "staged": 0,
     "attended": False,

@@ -14,7 +14,7 @@ from asyncrl.core.rpc import Request
 from asyncrl.core.runtime.threads import ThreadEvent
 from asyncrl.core.staleness import PolicyVersion
 from tests.runtimes import ManualRuntime
-from tests.weight_sync.protocol.world import GLOO, TIMING, World, receiver_hello
+from tests.weight_sync.protocol.world import TIMING, World, receiver_hello
 from weight_sync.coordination.coordinator import DESCRIBE_S, CoordinatorService
 from weight_sync.coordination.journal import read_fences
 from weight_sync.protocol.members import PublisherInfo
@@ -70,7 +70,7 @@ class Asked(Request):
         self.answers.append((args, self.look()))
 
 
-INFO = {"abilities": ["gloo"], "serving": 0, "staged": 0, "attended": True, "pinned": False}
+INFO = {"serving": 0, "staged": 0, "attended": True, "pinned": False}
 ME = {"name": "receiver.0", "incarnation": "1"}
 
 
@@ -105,7 +105,7 @@ def test_a_fence_is_written_down_before_its_member_hears_of_it(tmp_path: Path) -
 
 def test_a_coordinator_that_hears_of_its_successor_keeps_what_the_same_turn_led_to(tmp_path: Path) -> None:
     with serving(tmp_path) as (service, coordination, clock):
-        coordination.publisher_hello(PublisherInfo("p", GLOO, "", 1, clock.now()), None, clock.now())
+        coordination.publisher_hello(PublisherInfo("p", "", 1, clock.now()), None, clock.now())
         poll = Asked("next_order", **ME, after=3 << ID_BITS)
         service.handle(poll)
         coordination.published(PolicyVersion(1, 0), clock.now())
@@ -117,7 +117,7 @@ def test_a_coordinator_that_hears_of_its_successor_keeps_what_the_same_turn_led_
 
 def test_a_coordinator_that_hears_of_its_successor_ends_polls_without_orders(tmp_path: Path) -> None:
     with serving(tmp_path) as (service, coordination, clock):
-        coordination.publisher_hello(PublisherInfo("p", GLOO, "", 1, clock.now()), None, clock.now())
+        coordination.publisher_hello(PublisherInfo("p", "", 1, clock.now()), None, clock.now())
         coordination.published(PolicyVersion(1, 0), clock.now())
         lost = poll(service)
         assert [order["kind"] for order in lost.answers[0][0]["orders"]] == ["offer"]
@@ -147,7 +147,7 @@ def report(service: CoordinatorService, seq: int, event: str, **fields: Any) -> 
 def test_a_successor_in_the_turn_of_its_forerunner_s_abort_is_ordered_nothing_of_it(tmp_path: Path) -> None:
     """It would answer that it had not begun to send, and be blamed for it."""
     with serving(tmp_path) as (service, coordination, clock):
-        publisher = {"abilities": ["gloo"], "store_host": "h", "store_port": 1}
+        publisher = {"store_host": "h", "store_port": 1}
         service.handle(Asked("publisher_hello", name=PUBLISHER, incarnation="p1", started_ms=1, **publisher))
         coordination.published(PolicyVersion(1, 0), clock.now())
         service.end_turn()
@@ -167,7 +167,7 @@ def test_a_successor_in_the_turn_of_its_forerunner_s_abort_is_ordered_nothing_of
 
 def test_a_process_in_the_turn_of_its_forerunner_s_offer_is_offered_once(tmp_path: Path) -> None:
     with serving(tmp_path) as (service, coordination, clock):
-        coordination.publisher_hello(PublisherInfo("p", GLOO, "", 1, clock.now()), None, clock.now())
+        coordination.publisher_hello(PublisherInfo("p", "", 1, clock.now()), None, clock.now())
         coordination.published(PolicyVersion(1, 0), clock.now())
         coordination.take_records()  # settles: the forerunner is offered version 1
         service.handle(Asked("hello", **ME | {"incarnation": "2"}, **INFO))
@@ -207,14 +207,14 @@ def test_a_status_is_as_old_as_the_fleet_is_large(tmp_path: Path) -> None:
     with serving(tmp_path) as (service, coordination, clock):
         service.tick(0.0)
         for index in range(99):
-            coordination.hello(receiver_hello(f"b{index}", "1", GLOO), clock.now())
+            coordination.hello(receiver_hello(f"b{index}", "1"), clock.now())
         service.tick(0.0)
         assert len(service.status().members) == 1, "still the last one"
         clock.advance(DESCRIBE_S)
         service.tick(0.0)
         assert len(service.status().members) == 100
         clock.advance(99 * DESCRIBE_S)
-        coordination.hello(receiver_hello("late", "1", GLOO), clock.now())
+        coordination.hello(receiver_hello("late", "1"), clock.now())
         service.tick(0.0)
         assert len(service.status().members) == 100
         clock.advance(2 * DESCRIBE_S)
@@ -227,8 +227,8 @@ def test_the_coordination_is_due_with_its_next_deadline_and_every_half_poll_at_t
     coordination = Coordination(timing, token=1)
     coordination.tick(100.0)
     assert coordination.wake_at() == 100.0 + timing.poll_s / 2
-    coordination.publisher_hello(PublisherInfo("p", GLOO, "", 1, 100.0), PolicyVersion(1, 0), 100.0)
-    coordination.hello(receiver_hello("receiver.0", "1", GLOO, attended=True), 100.0)
+    coordination.publisher_hello(PublisherInfo("p", "", 1, 100.0), PolicyVersion(1, 0), 100.0)
+    coordination.hello(receiver_hello("receiver.0", "1", attended=True), 100.0)
     assert coordination.wake_at() <= 100.0, "what has happened is to be settled"
     assert [order.kind for order in coordination.take_orders()] == ["offer"]
     assert coordination.wake_at() == 100.0 + timing.offer_s

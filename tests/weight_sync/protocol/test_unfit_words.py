@@ -16,7 +16,6 @@ from asyncrl.core.states import ServiceState
 from tests.runtimes import ManualRuntime
 from tests.weight_sync.protocol.test_late_calls import receiver
 from tests.weight_sync.protocol.test_turns import Asked, serving
-from tests.weight_sync.protocol.world import GLOO
 from tests.weight_sync.sides import manifest_of
 from weight_sync import coordinator_session
 from weight_sync.coordinator_session import Reset
@@ -37,7 +36,6 @@ TRANSFER = Transfer(
     world=2,
     store_host="",
     store_port=0,
-    backend="gloo",
     live=(),
     deadline_s=1.0,
     base=2,
@@ -56,7 +54,7 @@ def publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publi
     monkeypatch.setattr(coordinator_session, "CALL_DEADLINE_S", 0.1)  # nobody answers its hello
     pool = SegmentPool(f"asyncrl-{uuid.uuid4().hex[:8]}-publisher-", "1")
     nobody, here = f"ipc://{tmp_path}/nobody", f"ipc://{tmp_path}/p"
-    endpoint, runtime = Endpoint("", 0, ("gloo",)), ManualRuntime(100.0)
+    endpoint, runtime = Endpoint("", 0), ManualRuntime(100.0)
     found = PublisherService(nobody, "1", pool, endpoint, _make_none, runtime, bind=here)
     yield found
     over = ThreadEvent()
@@ -64,7 +62,7 @@ def publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publi
     found.run(over)
 
 
-def _make_none(backend: str) -> None:
+def _make_none() -> None:
     raise AssertionError("nothing is transferred")
 
 
@@ -133,6 +131,6 @@ def test_a_receiver_that_lacks_the_base_of_differences_counts_that(receiver: Rec
 def test_a_version_that_is_published_without_a_manifest_is_refused(tmp_path: Path) -> None:
     publisher = {"name": "publisher", "incarnation": "1"}
     with serving(tmp_path) as (coordinator, coordination, clock):
-        coordination.publisher_hello(PublisherInfo("1", GLOO, "", 1, clock.now()), None, clock.now())
+        coordination.publisher_hello(PublisherInfo("1", "", 1, clock.now()), None, clock.now())
         with pytest.raises(WireError, match="without a manifest"):
             coordinator.handle(Asked("report", **publisher, event="published", fields={}, seq=1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from asyncrl.core.staleness import PolicyVersion
@@ -12,15 +12,12 @@ from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import Order, Timing
 
 TIMING = Timing(deadline_s=10.0, offer_s=2.0, settle_s=1.0, silence_s=3.0, dead_s=30.0)
-GLOO = frozenset({"gloo"})
 
 
-def receiver_hello(
-    name: str, incarnation: str, abilities: Iterable[str] = GLOO, **fields: Any
-) -> ReceiverHello:
+def receiver_hello(name: str, incarnation: str, **fields: Any) -> ReceiverHello:
     """Return the hello of a receiver that has nothing, but for `fields`."""
     held = {"serving": 0, "staged": 0, "attended": False, "pinned": False} | fields
-    return ReceiverHello(name=name, incarnation=incarnation, abilities=tuple(abilities), **held)
+    return ReceiverHello(name=name, incarnation=incarnation, **held)
 
 
 class PromptCoordination(Coordination):
@@ -47,7 +44,7 @@ class World:
         self.sent: list[Order] = []
         self.publisher = "p"
         self.after_step: Callable[[], None] = lambda: None
-        self.coordination.publisher_hello(PublisherInfo("p", GLOO, "127.0.0.1", 1, self.now), None, self.now)
+        self.coordination.publisher_hello(PublisherInfo("p", "127.0.0.1", 1, self.now), None, self.now)
         for name in names:
             self.join(name)
 

@@ -21,7 +21,7 @@ class WeightSyncSection(Section):
     """
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Transport of weights; auto is NCCL if learner and replicas have GPUs."""
+    """Transport of weights; auto is gloo. NCCL is not there yet."""
     parallelism: Count = 1
     """[replicas] Replicas that load a version at once; the others continue to generate."""
     deadline_s: Seconds = 60.0

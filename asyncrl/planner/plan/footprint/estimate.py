@@ -85,14 +85,6 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The backend that carries weights, and the reason for it."""
-
-    backend: str
-    why: str
-
-
-@dataclass(frozen=True)
 class Plan:
     """Resources of a run.
 
@@ -101,7 +93,6 @@ class Plan:
         ports: Listening addresses by name.
         memory: Demand for memory, part by part.
         in_flight: Most work that may be open at once.
-        weight_sync: Transport of weights.
         derived: Other values that follow from the configuration.
         shared_memory: Most shared memory of versions in transfer, if the model's size is known.
         not_checked: Skipped checks.
@@ -112,7 +103,6 @@ class Plan:
     ports: dict[str, str]
     memory: tuple[Part, ...]
     in_flight: InFlight
-    weight_sync: Choice
     derived: tuple[Derived, ...]
     shared_memory: SharedMemory | None
     not_checked: tuple[str, ...] = ()
@@ -132,11 +122,6 @@ class Plan:
     def num_gpus(self) -> int:
         """GPUs that Ray reserves."""
         return sum(one.gpus for one in self.placement)
-
-    @property
-    def weight_sync_backend(self) -> str:
-        """`gloo` or `nccl`."""
-        return self.weight_sync.backend
 
 
 def check(config: Config) -> Plan:
@@ -169,23 +154,11 @@ def _check(config: Config, checks: Sequence[Callable[[Config], Iterator[str]]]) 
         ports=dict(_ports(config)),
         memory=tuple(count_nodes(config)),
         in_flight=derived.count_in_flight(config, max_group_bytes(config), replicas),
-        weight_sync=choose_backend(config),
         derived=tuple(derived.derive(config)),
         shared_memory=shared_memory.count(config, receivers),
         not_checked=tuple(find_unchecked(config)),
         notes=tuple(find_notes(config)),
     )
-
-
-def choose_backend(config: Config) -> Choice:
-    """Return how weights travel: NCCL only where learner and replicas both have GPUs."""
-    if config.weight_sync.backend == "gloo":
-        return Choice("gloo", "weight_sync.backend says so")
-    if not (config.learner.gpus and config.rollout.gpus):
-        why = "NCCL needs a GPU per member, and learner.gpus and rollout.gpus are not both above 0"
-        return Choice("gloo", why)
-    why = "learner.gpus and rollout.gpus are both above 0; gloo, should a member be unable"
-    return Choice("nccl", why)
 
 
 def _place(config: Config, replicas: int) -> Iterator[Placement]:

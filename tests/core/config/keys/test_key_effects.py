@@ -33,7 +33,7 @@ from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.schema import walk
 from asyncrl.core.config.tree import Config
 from asyncrl.core.service import ServiceContext
-from asyncrl.planner.plan import checks, choose_backend, derived, machine
+from asyncrl.planner.plan import checks, derived, machine
 from asyncrl.planner.plan.footprint import estimate
 from asyncrl.planner.plan.footprint.memory import count_parts
 from asyncrl.planner.plan.footprint.sizes import count_tokens, estimate_activations
@@ -161,7 +161,7 @@ def plan(config: Config, folder: Path) -> Any:
     ports, problems = dict(estimate._ports(config)), list(checks.find_unchecked(config))
     activations = estimate_activations(config, ModelSize(2, 64, 4, 2, 16, 128, 256))
     sums = derived.derive(config), count_tokens(config), activations
-    return parts, sums, ports, problems, choose_backend(config)
+    return parts, sums, ports, problems
 
 
 def sinks(config: Config, folder: Path) -> Any:
