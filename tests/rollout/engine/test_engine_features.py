@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 from asyncrl.core.errors import EngineError
+from rollout_service.engine.vllm.engine import VllmSettings, _engine_arguments
 from rollout_service.engine.vllm.features import NEEDED, Feature, check_features, find_missing
 from rollout_service.engine.vllm.variant import VARIANT
 
@@ -82,3 +84,13 @@ def test_the_head_sizes_that_plan_knows_are_those_of_vllms_attention_on_cpu():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert list(VARIANT.cpu_head_sizes) == CPUAttentionBackend.get_supported_head_sizes()
+
+
+def test_the_arguments_that_are_not_free_are_arguments_of_vllm() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    owned = {*(VARIANT.owned_args or ()), *VARIANT.owned_args_on_cpu}
+    assert owned <= {argument.name for argument in fields(AsyncEngineArgs)}
+    settings = VllmSettings("m", "float32", 8, 1, 1 << 20)
+    both = {*_engine_arguments(settings), *_engine_arguments(replace(settings, num_gpus=2))}
+    assert both - owned == {"max_num_batched_tokens"}, "what a replica sets is refused, or a default"

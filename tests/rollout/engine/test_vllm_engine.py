@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
-from asyncrl.core.errors import EngineError
+from asyncrl.core.errors import ConfigError, EngineError
 from asyncrl.core.experience import Trajectory
 from asyncrl.core.runtime.faults import VARIABLE
 from asyncrl.core.staleness import PolicyVersion, Span
 from rollout_service.data.prompts import Prompt, TokenizedPrompt
 from rollout_service.engine.protocol import Completion, Interrupted, Sampling
-from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
+from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings, _start_async_llm
 from rollout_service.rewards.score import Answer, Score
 from rollout_service.sampling.episode import SingleTurn
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer, encode_prompt
@@ -42,6 +42,7 @@ from weight_sync.memory.agreement import FIRST_CHECKS
 from weight_sync.memory.staging import Staged
 
 TOLERANCE = 1e-4
+OWN = {"max_num_batched_tokens": 9000}
 NAME = "model.layers.1.self_attn.k_proj.weight"
 NORM = "model.norm.weight"
 DOOMED, HALF = 500, 12
@@ -115,7 +116,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     model = make_model(0)
     folder: Path = save_model(model, tmp_path_factory.mktemp("model"))
     loop = LoopThread()
-    engine = VllmEngine(VllmSettings(str(folder), "float32", 1024, 64, 64 << 20))
+    settings = VllmSettings(str(folder), "float32", 1024, 64, 64 << 20, engine_args=OWN)
+    engine = VllmEngine(settings)
     try:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv(VARIABLE, f"engine.load@{DOOMED}.{HALF}")
@@ -124,6 +126,17 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     finally:
         loop.call(engine.shutdown())
         loop.close()
+
+
+def test_arguments_of_the_engines_own_reach_it(running: Running):
+    assert running.engine.client.vllm_config.scheduler_config.max_num_batched_tokens == 9000
+
+
+def test_an_argument_that_vllm_does_not_have_is_a_config_error_that_names_those_near_it():
+    settings = VllmSettings("m", "float32", 8, 1, 1 << 20, engine_args={"max_num_batched_token": 1})
+    with pytest.raises(ConfigError, match="has no max_num_batched_token") as found:
+        _start_async_llm(settings)
+    assert "max_num_batched_tokens" in found.value.hint
 
 
 def test_a_fresh_engine_serves_version_zero(running: Running):

@@ -50,7 +50,7 @@ KEYS: Mapping[str, str] = {
     "actor_rollout_ref.rollout.n": "rollout.group_size",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.gpus",
-    "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.kv_cache_bytes",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.engine_args",
     "algorithm.adv_estimator": "algorithm.advantage",
     "algorithm.use_kl_in_reward": "algorithm.kl.where",
     "algorithm.kl_penalty": "algorithm.kl.estimator",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_serializer, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_serializer, model_validator
 
 from asyncrl.core.config.sections.section import Count, NonNegative, Seconds, Section, Text, refuse
 from asyncrl.core.variants import EngineName
@@ -140,6 +140,8 @@ class RolloutSection(Section):
     """[trajectories] Most trajectories that one engine generates at once."""
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     """[bytes] Size of an engine's KV cache on CPU; on GPUs vLLM takes the free memory."""
+    engine_args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Arguments of the engine's own, by its names. For example: {gpu_memory_utilization: 0.5}"""
     response_tokens: str | None = None
     """Forced distribution of answer lengths, for benchmarks. For example: "lognormal:1.0:200", null"""
     stop: tuple[Text, ...] = ()
