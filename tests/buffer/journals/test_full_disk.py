@@ -22,10 +22,10 @@ from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.core.experience import encode_group
 from asyncrl.core.obstacle import Cause
-from asyncrl.core.runtime.clock import ManualClock
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.journals.journal_parts import Place, begin, commit, push
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group
+from tests.runtimes import ManualClock
 
 
 @pytest.fixture(autouse=True)

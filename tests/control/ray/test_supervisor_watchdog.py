@@ -21,10 +21,10 @@ from asyncrl.control.ray.supervisor_watchdog import SILENCE_LIMIT_S, keep, watch
 from asyncrl.control.roster import RUN_VARIABLE, ServiceSpec
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ServiceFailed
-from asyncrl.core.runtime.clock import ManualClock
 from asyncrl.core.service import SERVICE_VARIABLE, ServiceContext
 from asyncrl.core.service_status import ServiceStatus, Statuses, SupervisorStatus
 from asyncrl.core.states import RunState, ServiceState
+from tests.runtimes import ManualClock
 
 NAME = "supervisor.0"
 RUN_ID = f"kept{os.getpid()}"

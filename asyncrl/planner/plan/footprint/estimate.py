@@ -133,11 +133,6 @@ class Plan:
         """GPUs that Ray reserves."""
         return sum(one.gpus for one in self.placement)
 
-    @property
-    def weight_sync_backend(self) -> str:
-        """`gloo` or `nccl`."""
-        return self.weight_sync.backend
-
 
 def check(config: Config) -> Plan:
     """Return the plan of a run.
