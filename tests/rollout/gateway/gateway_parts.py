@@ -28,7 +28,7 @@ from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from rollout_service.gateway.gateway import Gateway, build_gateway
 from rollout_service.replica.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica.service import Replica
-from rollout_service.tasks.tiny_text.model import CHAT_TEMPLATE, build_tokenizer, make_folder
+from rollout_service.tasks.tiny_text import CHAT_TEMPLATE, build_tokenizer, make_folder
 from tests.rollout.data.files import load_prompts
 from tests.rollout.engine.engine_parts import stage
 from tests.rollout.replica.replica_parts import HandFedReceiver, running, wait_for
