@@ -29,9 +29,9 @@ from tests.rollout.replica.replica_parts import (
     Stage,
     make_config,
     open_stage,
-    wait_for,
     write_data,
 )
+from tests.waiting import wait_for
 
 
 def count_zeros(response: str, ground_truth: Any, num_tokens: int) -> float:

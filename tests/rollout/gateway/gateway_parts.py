@@ -31,7 +31,8 @@ from rollout_service.replica.service import Replica
 from rollout_service.tasks.tiny_text import CHAT_TEMPLATE, build_tokenizer, make_folder
 from tests.rollout.data.files import load_prompts
 from tests.rollout.engine.engine_parts import stage
-from tests.rollout.replica.replica_parts import HandFedReceiver, running, wait_for
+from tests.rollout.replica.replica_parts import HandFedReceiver, running
+from tests.waiting import wait_for
 
 GROUP_SIZE = 2
 MAX_TOKENS, MAX_PROMPT_TOKENS = 1400, 200

@@ -41,9 +41,9 @@ from tests.rollout.replica.replica_parts import (
     HandFedReceiver,
     make_config,
     running,
-    wait_for,
     write_data,
 )
+from tests.waiting import wait_for
 from weight_sync.memory.staging import Staged
 
 HELD_AT = 3
