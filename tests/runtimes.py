@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
 from asyncrl.core.rpc import Limits
-from asyncrl.core.runtime.clock import ManualClock
 from asyncrl.core.runtime.interface import Line, Listener
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.core.sockets.keys import ClientKeys, ServerKeys
@@ -18,6 +17,29 @@ from asyncrl.core.sockets.line import ZmqLine
 from asyncrl.core.sockets.listener import ZmqListener
 
 T = TypeVar("T")
+
+
+class ManualClock:
+    """A clock that moves only when it is told to.
+
+    >>> clock = ManualClock()
+    >>> clock.advance(2.0)
+    >>> clock.now()
+    2.0
+    """
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0.0, "time does not run backwards"
+        self._now += seconds
 
 
 class ManualRuntime(ThreadRuntime):

@@ -16,7 +16,7 @@ MAXIMA: Mapping[str, int] = {
     "asyncrl": 82,
     "learner": 10,
     "rollout_service": 1,
-    "weight_sync": 11,
+    "weight_sync": 10,
 }
 
 

@@ -377,24 +377,6 @@ class LearnerClient:
         """
         self._ask(wire.TRAINED, wire.Trained(self.token, step, tuple(dropped), lag_max))
 
-    def trained_then_reserve(
-        self, step: int, wait_s: float, dropped: Iterable[tuple[int, str]] = (), lag_max: int = UNSAID
-    ) -> Reservation | None:
-        """Call `trained(step)` and `reserve(step + 1)` in one round trip.
-
-        Raises:
-            LedgerError: As `trained`; a reservation made meanwhile stays.
-        """
-        report = wire.Trained(self.token, step, tuple(dropped), lag_max)
-        told = self._rpc.begin_asking(wire.TRAINED, report, self._deadline_s)
-        wanted = wire.Reserve(self.token, step + 1, wait_s)
-        asked = self._rpc.begin_asking(wire.RESERVE, wanted, wait_s + MARGIN_S)
-        try:
-            told.end()
-            return _read_reservation(step + 1, wire.RESERVE.read(asked.end()).message)
-        finally:
-            self._rpc.forget(asked)
-
     def checkpointed(self, step: int, digest: str, kept: Sequence[int]) -> None:
         """Commit a checkpoint of the weights after `step` steps; `kept`: all that exist, this one too."""
         self._ask(wire.CHECKPOINTED, wire.Checkpointed(self.token, step, digest, tuple(kept)))

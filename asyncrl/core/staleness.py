@@ -62,16 +62,3 @@ def is_admissible(position: int, groups_per_step: int, served_step: int, max_lag
 def max_open_tickets(groups_per_step: int, max_lag: int) -> int:
     """Return rule (a) of admission: how many admitted tickets may be untrained at once."""
     return (max_lag + 1) * groups_per_step
-
-
-def check_spans(spans: tuple[Span, ...], num_tokens: int) -> None:
-    """Raise ValueError unless `spans` cover `num_tokens` tokens without gap, in rising version order."""
-    end, version = 0, UNLOADED
-    for span in spans:
-        if span.start != end or span.end <= span.start:
-            raise ValueError(f"span {span} does not follow token {end}")
-        if span.version <= version:
-            raise ValueError(f"span {span} does not rise over version {version}")
-        end, version = span.end, span.version
-    if end != num_tokens:
-        raise ValueError(f"spans end at token {end}, but there are {num_tokens} tokens")

@@ -65,12 +65,8 @@ class Rates:
         share = (num_running - left) / (right - left)
         return (1 - share) * slow / left + share * fast / right
 
-    def learner_s(self, num_tokens: float) -> float:
-        """Return the seconds of a step on so many tokens, prompts included, without the publish."""
-        return self.step_s + self.step_s_per_token * num_tokens
-
     def learner_part_s(self, num_tokens: float, is_last: bool) -> float:
-        """Return the seconds of one part of a step's batch; that of a whole batch is `learner_s`."""
+        """Return the seconds of a step on one part of its batch, prompts included, without the publish."""
         return (self.step_s if is_last else self.part_s) + self.step_s_per_token * num_tokens
 
     def as_values(self) -> dict[str, Any]:

@@ -19,18 +19,16 @@ from typing import Any
 
 import torch
 
-from asyncrl.cli.run import start as run
 from asyncrl.core.config.load import load_config
 from asyncrl.core.config.tree import Config
-from asyncrl.core.errors import ServiceFailed
+from benchmarks.fleet.parts.whole_run import run_to_end
 from benchmarks.harness.options import Verdict, end_on_sigterm, judge, make_parser, report
 from benchmarks.harness.rows import Row
 from benchmarks.learner.inputs import save_qwen3
 from benchmarks.rollout.ways.setting import build_tokenizer, make_prompt
 from configs import shipped
-from research.staleness.through_up import await_end
 
-WARM_UP_STEPS, STOP_DEADLINE_S = 3, 60.0
+WARM_UP_STEPS = 3
 MAX_LAGS = (0, 2)
 TARGET_SPEED_UP = 1.3
 NAMES = {
@@ -143,15 +141,8 @@ def make_config(folder: Path, sizes: Sizes, max_lag: int) -> Config:
 
 def run_once(config: Config) -> list[dict[str, Any]]:
     """Do one run and return the metrics of its steps."""
-    handle = run.start(config, lambda sentence: print(sentence, file=sys.stderr, flush=True))
-    try:
-        await_end(handle)
-    finally:
-        handle.stop(STOP_DEADLINE_S)
-    outcome = handle.result()
-    if outcome.state != "finished":
-        raise ServiceFailed(f"the run is {outcome.state}: {outcome.error}")
-    lines = handle.folder.metrics.read_text().splitlines()
+    folder = run_to_end(config, lambda sentence: print(sentence, file=sys.stderr, flush=True))
+    lines = folder.metrics.read_text().splitlines()
     return [row for line in lines if "timing_s/step" in (row := json.loads(line))]
 
 

@@ -12,7 +12,6 @@ medians (`values`), how much they swing (`spread`), over how many samples (`coun
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -27,14 +26,6 @@ from asyncrl.core.errors import DataError
 from benchmarks.harness.machine import describe_hardware, describe_versions
 
 FORMAT = 1
-LEVEL = 0.95
-"""Of medians of the same distribution, the share that lie within their noise of it."""
-MIN_SAMPLES = 4
-"""Fewer say too little of how much they swing."""
-_MEDIAN_OVER_MEAN = 1.25
-"""Standard error of a median over that of a mean, of many normal samples: sqrt(pi / 2)."""
-_MANY = 1000
-"""Samples beyond which their number does not change what spread is expected."""
 Case = Mapping[str, str | int | float]
 """Parameters of a measurement, by name; two rows with the same benchmark and case can be compared."""
 
@@ -159,33 +150,6 @@ def spread_of(samples: Sequence[float]) -> float:
     """
     tenths = statistics.quantiles(samples, n=10, method="inclusive")
     return (tenths[-1] - tenths[0]) / 2
-
-
-def noise_of_median(spread: float, num_samples: int) -> float:
-    """Return how far a median of at least `MIN_SAMPLES` samples may be from the true one, in their unit.
-
-    At `LEVEL`: Student's quantile x 1.25 x standard deviation / sqrt(num_samples), for samples that are
-    independent and not far from normal. The deviation is the spread over what so many standard normal samples
-    have of it, so that a stray sample among ten or more counts little.
-
-    >>> round(noise_of_median(1.2816, 100), 2)
-    0.25
-    """
-    assert num_samples >= MIN_SAMPLES, "too few samples to know their noise"
-    from scipy.stats import t  # here: a wheel holds this module for `calibrate`, and scipy is of a checkout
-
-    deviation = spread / _expected_spread(min(num_samples, _MANY))
-    quantile = float(t.ppf((1 + LEVEL) / 2, num_samples - 1))
-    return quantile * _MEDIAN_OVER_MEAN * deviation / math.sqrt(num_samples)
-
-
-@functools.cache
-def _expected_spread(num_samples: int) -> float:
-    """Return the spread of standard normal samples: of their expected values in order (Blom 1958)."""
-    normal = statistics.NormalDist()
-    return spread_of(
-        [normal.inv_cdf((place - 0.375) / (num_samples + 0.25)) for place in range(1, num_samples + 1)]
-    )
 
 
 def parse(body: object, where: str) -> RowFile:

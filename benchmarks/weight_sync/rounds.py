@@ -21,8 +21,8 @@ import torch
 from asyncrl.core.config.tree import WeightSyncSection
 from benchmarks.harness.figures import make_rows
 from benchmarks.harness.options import Verdict, judge, make_parser, report
-from benchmarks.harness.plots import save
 from benchmarks.harness.rows import Row
+from benchmarks.reports.plots import save
 from benchmarks.weight_sync.peers.engine import measure_engine
 from benchmarks.weight_sync.peers.gloo import BUCKETED, MEMCPY, TENSORS, BareGroup
 from benchmarks.weight_sync.peers.joiners import SPARE_S, measure_joiners

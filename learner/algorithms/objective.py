@@ -20,7 +20,7 @@ from asyncrl.core.config.tree import AlgorithmSection, KlSection
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.core.staleness import UNLOADED
 from asyncrl.core.variants import estimators_needing
-from learner.algorithms.advantage import ADVANTAGES, AdvantageFn, AdvantageInput, is_constant
+from learner.algorithms.advantage import ADVANTAGES, AdvantageFn, AdvantageInput
 from learner.algorithms.advantage.terms import on_one_rank
 from learner.algorithms.aggregation import aggregate, aggregate_rows
 from learner.algorithms.centre import Centre, make_centre, rows_of
@@ -320,12 +320,6 @@ def make_objective(section: AlgorithmSection, *, max_lag: int, max_response_toke
 def describe(section: AlgorithmSection) -> str:
     """Return in words which correction is active and what is minimised. Raises ConfigError."""
     return describe_section(section, find_correction(section))
-
-
-def constant_tickets(batch: PackedBatch) -> tuple[int, ...]:
-    """Return the tickets of groups whose rewards are all equal: their gradient is exactly 0."""
-    groups = set(batch.group_R[is_constant(batch.rewards_R, batch.group_R)].tolist())
-    return tuple(ticket for group, ticket in enumerate(batch.tickets_G) if group in groups)
 
 
 def _check_baselines(batch: PackedBatch) -> None:

@@ -172,12 +172,6 @@ def _order_small_at_ends(workloads: Sequence[float]) -> list[int]:
     return descending[::2][::-1] + descending[1::2]
 
 
-def order_in_rank(workloads: Sequence[float]) -> list[int]:
-    """Return the order of a data-parallel rank's items: small ones at both ends, as verl has it."""
-    ascending = sorted(range(len(workloads)), key=lambda index: (workloads[index], index))
-    return ascending[::2] + ascending[1::2][::-1]
-
-
 def measure_balance(num_tokens: Sequence[int], parts: Sequence[Sequence[int]]) -> dict[str, float]:
     """Return verl's `global_seqlen/*`: tokens per part before and after balancing.
 

@@ -113,12 +113,6 @@ class PackedBatch:
         """Tokens of each row."""
         return [end - start for start, end in itertools.pairwise(self.cu_seqlens)]
 
-    @property
-    def position_ids_N(self) -> torch.Tensor:
-        """Position of each token within its row."""
-        starts = torch.tensor(self.cu_seqlens[:-1], device=self.row_N.device)
-        return torch.arange(self.num_tokens, device=self.row_N.device) - starts[self.row_N]
-
     def trainable_tokens_G(self) -> list[int]:
         """Return how many tokens of each group have mask 1."""
         per_group = torch.zeros(len(self.tickets_G)).index_add_(0, self.group_R[self.row_N], self.loss_mask_N)
@@ -163,10 +157,6 @@ class PackedBatch:
             batch, group_R=new_index[batch.group_R], tickets_G=tuple(self.tickets_G[group] for group in kept)
         )
         return dataclasses.replace(batch, totals=count_totals(batch))
-
-    def split_minibatches(self, num_minibatches: int) -> list[PackedBatch]:
-        """Cut into minibatches of whole groups, in ticket order, as equal in groups as possible."""
-        return [self.select_groups(tickets) for tickets in plan_minibatches(self.tickets_G, num_minibatches)]
 
     def balance_microbatches(
         self, max_tokens: int, *, min_parts: int = 0, multiple_of: int = 1

@@ -28,9 +28,10 @@ from learner.backend import LearnerBackend, Placement
 from learner.batching.batch import PackedBatch, build_batch, plan_minibatches
 from research.staleness.sampler import Sampler, Samples, Shape, Weights
 from rollout_service.rewards.matching import score_digit_sort
-from rollout_service.tasks.digit_sort.examples import Digits, Split, draw_split
+from rollout_service.tasks.digit_sort.examples import Digits, draw_split
 from rollout_service.tasks.digit_sort.folder import Recipe as TaskRecipe
 from rollout_service.tasks.digit_sort.vocabulary import DIGITS, EOS, EQUALS, answer_text, encode_prompt
+from rollout_service.tasks.splits import Split
 
 PLAIN = {"clip": (0.2, 0.2), "veto": 0.0, "drop_constant_groups": False}
 METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -196,7 +197,7 @@ def make_method(method: str, lag: int) -> Objective:
     return make_objective(section, max_lag=lag, max_response_tokens=MAX_TOKENS)
 
 
-def read_split() -> Split:
+def read_split() -> Split[Digits]:
     """Return the lists of the demo task: those its files hold."""
     recipe = TaskRecipe()
     return draw_split(recipe.seed, recipe.num_train, recipe.num_held_out)

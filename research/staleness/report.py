@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.harness.plots import save
+from benchmarks.reports.plots import save
 
 LAST_EVALUATIONS = 3
 FULL_NUM_STEPS = 300

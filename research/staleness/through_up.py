@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.run import start as run
-from asyncrl.cli.run.handle import RunHandle
 from asyncrl.control.record.rundir import read_json
 from asyncrl.core.config.load import load_config
 from asyncrl.core.errors import ServiceFailed
+from benchmarks.fleet.parts.whole_run import run_to_end
 from configs import shipped
 from research.staleness.cell import MAX_TOKENS, METHODS, Cell, Recipe
 
-DEADLINE_S = 1200.0
-STOP_DEADLINE_S = 60.0
 KEPT = ("accuracy_start", "accuracy_end", "steps", "lag_mean", "lag_max_trained", "masked_share", "train_s")
 
 
@@ -32,18 +28,13 @@ def run_through_up(cell: Cell, recipe: Recipe, task: Path, say: Callable[[str], 
     """Run `cell` as `asyncrl up` runs it, to its end, and return the figures of its summary.
 
     Raises:
-        ServiceFailed: The run failed, or was not over after `DEADLINE_S` seconds.
+        ServiceFailed: The run failed, or was not over in time.
     """
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
         config = load_config(shipped()["quickstart"], settings_of(cell, recipe, task, Path(folder)))
-        handle = run.start(config, say)
-        try:
-            await_end(handle)
-        finally:
-            handle.stop(STOP_DEADLINE_S)
-        summary, outcome = read_json(handle.folder.summary), handle.result()
-    if outcome.state != "finished" or summary is None:
-        raise ServiceFailed(f"the run of {cell.name} is {outcome.state}: {outcome.error}")
+        summary = read_json(run_to_end(config, say).summary)
+    if summary is None:
+        raise ServiceFailed(f"the run of {cell.name} left no summary")
     return {"method": cell.method, "lag": cell.lag, "seed": cell.seed} | {key: summary[key] for key in KEPT}
 
 
@@ -77,12 +68,3 @@ def settings_of(cell: Cell, recipe: Recipe, task: Path, folder: Path) -> list[st
 
 def _as_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def await_end(handle: RunHandle) -> None:
-    """Return when the run is over. Raises ServiceFailed after `DEADLINE_S` seconds."""
-    end_s = time.monotonic() + DEADLINE_S
-    while not handle.is_over:
-        if time.monotonic() > end_s:
-            raise ServiceFailed(f"the run in {handle.folder.path} was not over after {DEADLINE_S:g} s")
-        time.sleep(0.5)

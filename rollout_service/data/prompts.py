@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.core.errors import DataError
-from rollout_service.data.readers import read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,18 +85,6 @@ class PromptSet:
             for begin, size in zip(begins, sizes, strict=True)
             for prompt in self.prompts[begin : begin + min(size, limit)]
         )
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Return the prompts of a file or folder (see `readers.read_rows`), in its order.
-
-    Raises:
-        DataError: With the file and the row, counted from 0.
-    """
-    prompts = [parse_row(path, row, fields) for row, fields in enumerate(read_rows(path))]
-    if not prompts:
-        raise DataError(f"{path} holds no prompt")
-    return prompts
 
 
 def tokenize(

@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def load_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> PromptSet:
-    """Return the prompts of one file or folder, see `load_sources`."""
-    return load_sources([SourceSection(path=str(path))], tokenizer, max_prompt_tokens)
-
-
 def load_sources(
     sources: Sequence[SourceSection],
     tokenizer: PreTrainedTokenizerBase,

@@ -1,12 +1,11 @@
 """Warm-started models that ship with their tasks, so that a first run does not train one.
 
-Invariant: `<task>/warm_started` holds what `python -m rollout_service.tasks.<task>.again FOLDER` makes,
+Invariant: `<task>/warm_started` holds what `python -m rollout_service.tasks --again TASK FOLDER` makes,
 and in `warm_start.json` the recipe that decides it. A model of any other recipe is trained.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Callable
@@ -35,18 +34,16 @@ def put_warm_start(folder: Path, task: Path, seed: int, num_steps: int, save: Sa
     return figures
 
 
-def make_again(module: str, seed: int, num_steps: int, save: Save) -> None:
-    """Run the command that makes a shipped model again, in the folder that the command line names."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"Makes {SHIPPED}/ again.")
-    parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
+def make_again(task: str, folder: Path, seed: int, num_steps: int, save: Save) -> str:
+    """Make the model that ships with a task in `folder`, and return the text of its notes."""
     folder.mkdir(parents=True, exist_ok=True)
     figures = save(folder, seed, num_steps)
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes files for their owner alone
-    notes = {"made_by": f"python -m {module} FOLDER", "recipe": _recipe(seed, num_steps), "figures": figures}
+    command = f"python -m rollout_service.tasks --again {task} FOLDER"
+    notes = {"made_by": command, "recipe": _recipe(seed, num_steps), "figures": figures}
     text = json.dumps(notes, indent=2) + "\n"
     (folder / NOTES).write_text(text)
-    print(text, end="")
+    return text
 
 
 def _recipe(seed: int, num_steps: int) -> dict[str, int]:

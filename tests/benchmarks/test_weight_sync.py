@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import weight_sync as gpu_weight_sync
-from benchmarks.harness.comparison import compare
 from benchmarks.harness.rows import RowFile
+from benchmarks.reports.comparison import compare
 from benchmarks.weight_sync import rounds as weight_sync
 from benchmarks.weight_sync.peers.joiners import measure_joiners
 from benchmarks.weight_sync.peers.weights import count_bytes, make_weights

@@ -20,7 +20,7 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.core.experience import Group, Trajectory, encode_group
 from asyncrl.core.files.printable import printable
 from asyncrl.core.staleness import Span
-from rollout_service.tasks.tiny_text.model import build_tokenizer
+from rollout_service.tasks.tiny_text import build_tokenizer
 from tests.cli.test_audit import JOURNALS, make_config, opened
 
 EVIL = "<script>alert(1)</script>"

@@ -15,9 +15,10 @@ from asyncrl.control.diagnosis import watch, watchdog
 from asyncrl.control.diagnosis.lookout import Notices
 from asyncrl.control.record.events import EventLog, load_events
 from asyncrl.control.record.rundir import RunDir, read_json
-from tests.control.supervisor.test_supervisor import make_supervisor, start, wait_for
+from tests.control.supervisor.test_supervisor import make_supervisor, start
 from tests.statuses import snapshot_of, statuses_of, told_by
 from tests.threads import RUNTIME
+from tests.waiting import wait_for
 
 WAITING = {**REPLACE, "learner": "scripted_services:WaitingLearner"}
 

@@ -1,12 +1,9 @@
 """The arithmetic of staleness."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.core.staleness import (
-    Span,
-    check_spans,
     is_admissible,
     is_over_age,
     lag,
@@ -39,24 +36,3 @@ def test_an_admitted_ticket_is_within_the_bound_in_its_turn(
 
 def test_as_many_tickets_may_be_open_as_the_bound_has_batches() -> None:
     assert max_open_tickets(groups_per_step=16, max_lag=4) == 80
-
-
-def test_spans_that_cover_the_tokens_pass() -> None:
-    check_spans((Span(1, 0, 2), Span(3, 2, 5)), 5)
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        (Span(1, 0, 2), Span(3, 3, 5)),
-        (Span(1, 0, 2), Span(3, 2, 4)),
-        (Span(3, 0, 2), Span(1, 2, 5)),
-        (Span(1, 0, 0), Span(3, 0, 5)),
-        (Span(0, 0, 5),),
-        (),
-    ],
-    ids=["gap", "too short", "falling version", "empty span", "unloaded version", "no span"],
-)
-def test_spans_that_do_not_cover_the_tokens_are_refused(spans: tuple[Span, ...]) -> None:
-    with pytest.raises(ValueError):
-        check_spans(spans, 5)

@@ -14,10 +14,10 @@ from asyncrl.cli.app import app
 from asyncrl.core.config.load import load_config
 from asyncrl.planner.plan.footprint.shared_memory import count_weights
 from asyncrl.planner.plan.prepare import BUILTIN, BUILTINS, make_builtin
-from rollout_service.data.sources import load_prompts
-from rollout_service.tasks.tiny_text.model import build_tokenizer
+from rollout_service.tasks.tiny_text import build_tokenizer
 from tests.cli.commands.calling import asyncrl
 from tests.docs.pages import ROOT, YOUR_OWN, commands_of, run, write_files
+from tests.rollout.data.files import load_prompts
 
 README = ROOT / "README.md"
 PACKAGES = ("asyncrl", "learner", "rollout_service", "weight_sync")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.weight_sync.cluster import Cluster
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before torch: Megatron would compile on the CPU
 
@@ -34,3 +39,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.learner.parts.samples import save_model
 
     return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """Weight-sync services, to which the learner of a test publishes."""
+    from tests.weight_sync.cluster import running_cluster
+
+    with running_cluster() as started:
+        yield started

@@ -14,10 +14,10 @@ from learner.algorithms.correction import (
     rejection_metrics,
 )
 from learner.algorithms.diagnostics.divergence import (
-    compare_probabilities,
     importance_metrics,
     off_policy_metrics,
 )
+from learner.algorithms.diagnostics.moments import probability_moments, probability_spread
 from learner.algorithms.rows import Rows
 from tests.oracle.layout import lay_out
 
@@ -91,6 +91,21 @@ def off_policy(x: Given, *, is_packed: bool = False) -> Found:
         layout.rows,
     )
     return {f"metric:{name}": value for name, value in found.items()}
+
+
+def compare_probabilities(
+    prox_N: torch.Tensor, behaviour_N: torch.Tensor, mask_N: torch.Tensor
+) -> dict[str, float]:
+    """Return what the parts of a batch tell together, as `reduce_over_ranks` puts them together."""
+    is_in_N = mask_N != 0
+    trainer, sampler = prox_N[is_in_N].exp(), behaviour_N[is_in_N].exp()
+    moments = probability_moments(trainer, sampler)
+    return {
+        "rollout_probs_diff_valid": 1.0,
+        "rollout_probs_diff_max": float((trainer - sampler).abs().max()),
+        "rollout_probs_diff_mean": moments["probs_diff"],
+        **probability_spread(moments, len(trainer)),
+    }
 
 
 def probabilities(x: Given) -> Found:

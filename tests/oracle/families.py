@@ -55,9 +55,6 @@ FAMILIES: dict[str, Callable[..., dict[str, Any]]] = {
     "overlong": measures.overlong,
     "masked_ops": measures.masked_operations,
     "logits_ops": measures.logits,
-    "get_response_mask": measures.response_mask,
-    "reduce_metrics": measures.reduce_metrics,
-    "process_validation_metrics": measures.validation,
 }
 JUDGED = ("policy_loss_clip_cov", "rearrange_micro_batches")
 """Right by number and membership: the adapter sees what is wanted."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from learner.algorithms.diagnostics import summary
-from learner.algorithms.diagnostics.validation import validation_metrics
+from learner.algorithms.diagnostics.moments import explained_variance, value_moments
 from learner.algorithms.rows import masked, masked_mean, whiten
 from learner.batching.balance import karmarkar_karp, measure_balance, plan_microbatches
 from learner.numerics.fused_logprob import fused_logprobs
@@ -25,6 +25,18 @@ def name_metrics(found: dict[str, float]) -> Found:
     return {f"metric:{name}": value for name, value in found.items()}
 
 
+def target_metrics(
+    advantages_N: torch.Tensor, returns_N: torch.Tensor, mask_N: torch.Tensor, values_N: torch.Tensor | None
+) -> dict[str, float]:
+    """Return what the parts of a batch tell together, as `reduce_over_ranks` puts them together."""
+    metrics = summary.target_spreads(advantages_N, returns_N, mask_N, values_N)
+    if values_N is None:
+        return metrics
+    returns, values = returns_N[mask_N != 0], values_N[mask_N != 0]
+    explained = explained_variance(value_moments(returns, values), len(values))
+    return metrics | {"critic/vf_explained_var": explained}
+
+
 def data(x: Given) -> Found:
     layout = lay_out(x["response_mask"])
     prompt_R, answer_R = x["prompt_attention_mask"].sum(1), x["response_attention_mask"].sum(1)
@@ -34,14 +46,17 @@ def data(x: Given) -> Found:
     scores = x["token_level_scores"].sum(1), x["token_level_rewards"].sum(1)
     return name_metrics(
         summary.score_metrics(*scores, answer_R)
-        | summary.target_metrics(advantages_N, returns_N, mask_N, values_N)
+        | target_metrics(advantages_N, returns_N, mask_N, values_N)
         | summary.length_metrics(prompt_R, answer_R, prompt_R == limits[0], answer_R == limits[1])
     )
 
 
 def timing(x: Given) -> Found:
     answers, prompts = int(x["response_attention_mask"].sum()), int(x["prompt_attention_mask"].sum())
-    return name_metrics(summary.timing_metrics(x["timing_raw"], answers, answers + prompts))
+    seconds = x["timing_raw"]
+    counts = {"gen": answers} | dict.fromkeys(summary.PER_TOKEN, answers + prompts)
+    times = {f"timing_s/{stage}": value for stage, value in seconds.items()}
+    return name_metrics(times | summary.per_token_metrics(seconds, counts))
 
 
 def throughput(x: Given) -> Found:
@@ -53,10 +68,8 @@ def variance(x: Given) -> Found:
     advantages_N, logprobs_N, squares_N, mask_N = (
         layout.flat(x[name]) for name in ("advantages", "old_log_probs", "sum_pi_squared", "response_mask")
     )
-    norm = x["gradient_norm"]
-    return name_metrics(
-        summary.variance_proxies(advantages_N, logprobs_N, squares_N, mask_N, layout.rows, norm)
-    )
+    moments = summary.power_moments(advantages_N, logprobs_N, squares_N, mask_N, layout.rows, None)
+    return name_metrics(summary.signal_and_noise(moments, x["gradient_norm"], layout.rows.num_rows))
 
 
 def balance(x: Given) -> Found:
@@ -131,18 +144,3 @@ def logits(x: Given) -> Found:
         has_squares=True,
     )
     return {"logprobs": logprobs_N, "entropy": entropy_N, "sum_pi_squared": squares_N}
-
-
-def response_mask(x: Given) -> Found:
-    ends = x["eos"] if isinstance(x["eos"], list) else [x["eos"]]
-    return {"mask": summary.mask_after_end(x["response"], ends)}
-
-
-def reduce_metrics(x: Given) -> Found:
-    return dict(summary.reduce_by_name(x["m"]))
-
-
-def validation(x: Given) -> Found:
-    variables = {name: values for name, values in x["infos"].items() if not isinstance(values[0], str)}
-    found = validation_metrics(x["data_sources"], x["uids"], variables, x["infos"].get("pred"))
-    return {"m": found}

@@ -10,6 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+NOT_OURS = ("get_response_mask", "reduce_metrics", "process_validation_metrics")
+"""Of verl's set, without a counterpart: the engine says where an answer ends, each metric how it is reduced,
+and an evaluation counts all answers, of which verl draws some (docs/from-verl.md)."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -22,7 +26,7 @@ class Case:
 
 
 def read_cases(prefix: Path) -> list[Case]:
-    """Return all cases, arrays as tensors. Raises OSError or ValueError if they cannot be read."""
+    """Return all cases but those of `NOT_OURS`, arrays as tensors. Raises OSError, ValueError."""
     table = json.loads(prefix.with_name(prefix.name + ".json").read_text())["cases"]
     with np.load(prefix.with_name(prefix.name + ".npz"), allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in stored.files}
@@ -34,4 +38,8 @@ def read_cases(prefix: Path) -> list[Case]:
             return {key: resolve(part) for key, part in value.items()}
         return value
 
-    return [Case(name, case["fn"], resolve(case["in"]), resolve(case["out"])) for name, case in table.items()]
+    return [
+        Case(name, case["fn"], resolve(case["in"]), resolve(case["out"]))
+        for name, case in table.items()
+        if case["fn"] not in NOT_OURS
+    ]

@@ -6,7 +6,6 @@ import http.client
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.snapshot import values_of
 from asyncrl.page.routes import page_routes
 from tests.statuses import snapshot_of
+from tests.waiting import wait_for
 
 KEY = "key"
 TOKEN = page_token(KEY)
@@ -170,13 +170,6 @@ def test_a_reader_that_does_not_read_is_hung_up_on_and_holds_up_nobody(folder: P
     wait_for(lambda: not any("process_request" in thread.name for thread in threading.enumerate()))
     slow.close()
     api.close()
-
-
-def wait_for(claim: Any) -> None:
-    end = time.monotonic() + 60.0
-    while not claim():
-        assert time.monotonic() < end, "waited 60 s"
-        time.sleep(0.01)
 
 
 def test_a_journal_that_cannot_be_read_costs_the_rollouts_and_nothing_else(

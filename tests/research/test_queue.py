@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 
-from asyncrl.core.staleness import Span, check_spans
+from asyncrl.core.staleness import Span
 from research.policies.experiment import RULES, Cell, Sizes, draw_lengths, run_cell
 from research.policies.lengths import LONGEST, length_of, share_longer
 from research.policies.queue import Queue
@@ -24,7 +24,6 @@ def test_a_token_bears_the_version_that_was_live_when_it_was_sampled():
     work = Work(number=1, num_tokens=3000, started=0.5, start_step=0)
     spans = spans_of(work, published=[0.0, 1.0, 2.25, 9.0])
     assert spans == (Span(1, 0, 500), Span(2, 500, 1750), Span(3, 1750, 3000))
-    check_spans(spans, work.num_tokens)
 
 
 def test_a_group_that_ends_when_weights_go_live_has_no_token_of_them():

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from asyncrl.core.config.load import load_config
-from benchmarks.weight_sync.peers import learning_runs
-from benchmarks.weight_sync.peers.learning_runs import RUNS, share_changed
 from configs import shipped
+from research.delta import learning_runs
+from research.delta.learning_runs import RUNS, share_changed
 
 
 def test_only_elements_whose_bits_change_in_the_published_dtype_count():

@@ -16,22 +16,22 @@ from asyncrl.core.experience import Group
 from asyncrl.core.metrics.tallies import conclude
 from asyncrl.core.service_status import ShapingStatus, Statuses
 from rollout_service import composition
-from rollout_service.data.sources import load_prompts
 from rollout_service.engine.scripted.engine import ScriptedEngine
 from rollout_service.evaluation.wiring import build_evaluator
 from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.registry import load_reward
 from rollout_service.rewards.shaping import Overlong, overlong_penalty
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer
+from tests.rollout.data.files import load_prompts
 from tests.rollout.replica.replica_parts import (
     GROUP_SIZE,
     WAIT_S,
     Stage,
     make_config,
     open_stage,
-    wait_for,
     write_data,
 )
+from tests.waiting import wait_for
 
 
 def count_zeros(response: str, ground_truth: Any, num_tokens: int) -> float:

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.core.errors import DataError
-from rollout_service.data.sources import load_prompts
 from rollout_service.tasks.digit_sort.examples import MAX_DIGITS, MIN_DIGITS, draw_split
 from rollout_service.tasks.digit_sort.folder import Recipe, make_folder
 from rollout_service.tasks.digit_sort.vocabulary import (
@@ -20,6 +19,7 @@ from rollout_service.tasks.digit_sort.vocabulary import (
     prompt_text,
 )
 from rollout_service.tasks.digit_sort.warm_start import sampled_accuracy, train_warm_start
+from tests.rollout.data.files import load_prompts
 
 SHORT = Recipe(num_warm_start_steps=4, num_train=60, num_held_out=20)
 

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -60,15 +60,6 @@ def gain_over_chance(model: torch.nn.Module, lists: Sequence[Digits]) -> float:
     prompts = [encode_prompt(digits) for digits in lists]
     found = answer_probabilities(model, prompts, [[*sorted(digits), EOS] for digits in lists])
     return float(found.sum()) / sum(map(chance_of, lists))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads of a tiny model wait for each other: on a busy machine a hundred times as long as they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -41,11 +41,11 @@ BENCHMARKS = {
 
 
 MODULES = {
-    "all": "harness.suite",
+    "all": "reports.suite",
     "buffer": "buffer.throughput",
     "calibrate": "calibration.calibrate",
     "checkpoints": "learner.checkpoints",
-    "compare": "harness.comparison",
+    "compare": "reports.comparison",
     "concurrency": "rollout.concurrency",
     "concurrency_vllm": "rollout.concurrency_vllm",
     "hostile": "buffer.hostile",
@@ -54,7 +54,7 @@ MODULES = {
     "memory": "learner.memory",
     "packing": "learner.packing",
     "pipeline": "pipeline.asynchrony",
-    "plot": "harness.pictures",
+    "plot": "reports.pictures",
     "prediction": "fleet.prediction",
     "restart": "buffer.restart",
     "rollout": "rollout.replica",

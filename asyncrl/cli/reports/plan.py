@@ -109,6 +109,8 @@ def _lines(found: plan.Plan) -> Iterator[str]:
     yield f"  {flight.groups} groups: {flight.rule}"
     yield f"  {flight.trajectories} trajectories with {flight.tokens:,} sampled tokens"
     yield f"  {flight.sequences} sequences at once in the engines"
+    yield "weights"
+    yield f"  {found.weight_sync.backend}: {found.weight_sync.why}"
     yield "derived"
     yield from _indent(align([(one.name, _show(one.value), one.rule) for one in found.derived]))
     if found.notes:

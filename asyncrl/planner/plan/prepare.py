@@ -19,7 +19,7 @@ from asyncrl.planner.plan.sources import resolve_function, resolve_sources
 BUILTIN = "builtin:"
 BUILTINS = {
     "digit_sort": "rollout_service.tasks.digit_sort.folder",
-    "tiny_text": "rollout_service.tasks.tiny_text.model",
+    "tiny_text": "rollout_service.tasks.tiny_text",
     "tool_product": "rollout_service.tasks.tool_product.folder",
 }
 """Modules with a `make_folder`."""

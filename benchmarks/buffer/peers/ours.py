@@ -191,9 +191,8 @@ def _lead(client: LearnerClient, turn: Turn, ranks: str) -> Log:
         other = context.socket(zmq.PAIR)
         other.bind(f"{ranks}{rank}")
         others.append(other)
-    batch = None
     while (left_s := turn.stop_s - time.monotonic()) > 0:
-        batch = batch or client.reserve(step, min(WAIT_S, left_s))
+        batch = client.reserve(step, min(WAIT_S, left_s))
         if batch is None:
             continue
         tickets = [ticket.ticket for ticket in batch.tickets]
@@ -203,7 +202,7 @@ def _lead(client: LearnerClient, turn: Turn, ranks: str) -> Log:
         _take(client, shares[0], turn, log)
         for other in others:
             other.recv()
-        batch = client.trained_then_reserve(step, WAIT_S)
+        client.trained(step)
         step += 1
         if step * _groups_per_step(turn) % GROUPS_PER_CHECKPOINT == 0:
             client.checkpointed(step, f"digest-{step}", [step])

@@ -212,16 +212,17 @@ def run_learner(pipe: Connection, address: str, buffer_pid: int) -> None:
         client.open("bench")
         client.register_version(0)
         pipe.send("ready")
-        step, batch = 0, None
+        step = 0
         mark = Mark(0, 0, time.monotonic(), read_cpu_s(buffer_pid))
         while True:
+            batch = None
             with contextlib.suppress(DeadlineExceeded):
-                batch = batch or client.reserve(step, 0.2)
+                batch = client.reserve(step, 0.2)
             if batch is not None:
                 groups = client.fetch([ticket.ticket for ticket in batch.tickets], prefetch=GROUPS_PER_STEP)
                 num_trained = mark.trajectories + sum(len(group.trajectories) for group in groups)
                 mark = Mark(step + 1, num_trained, time.monotonic(), read_cpu_s(buffer_pid))
-                batch = client.trained_then_reserve(step, 0.2)
+                client.trained(step)
                 step += 1
                 if step % STEPS_PER_CHECKPOINT == 0:
                     client.checkpointed(step, f"digest-{step}", [step])

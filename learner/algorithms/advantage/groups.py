@@ -105,14 +105,6 @@ def is_constant(scores_R: torch.Tensor, group_R: torch.Tensor) -> torch.Tensor:
     return (highest_G == lowest_G)[group_R]
 
 
-def keep_informative(metric_R: torch.Tensor, group_R: torch.Tensor) -> torch.Tensor:
-    """Return which rows dynamic sampling keeps: groups of one, and those whose metric varies; 2503.14476.
-
-    The metric is the score before any KL penalty, or another number of the row, such as its accuracy.
-    """
-    return (size_of_group(group_R) == 1) | ~is_constant(metric_R, group_R)
-
-
 def number_groups(group_R: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return labels 0..G-1 in place of any, and G."""
     labels, numbers_R = torch.unique(group_R, return_inverse=True)

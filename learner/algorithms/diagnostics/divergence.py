@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 
 from learner.algorithms.correction.weights import batch_norm_factor, bound_weights, raw_weights
-from learner.algorithms.diagnostics.moments import probability_moments, probability_spread
 from learner.algorithms.presets import Correction
 from learner.algorithms.rows import (
     EPSILON,
@@ -85,28 +84,6 @@ def importance_metrics(
         factor = batch_norm_factor(weights_N, mask_N, rows, correction)
         metrics["rollout_is_batch_norm_factor"] = mean.new_tensor(factor)
     return _floats(metrics)
-
-
-def probability_metrics(prox_N: torch.Tensor, behaviour_N: torch.Tensor, mask_N: torch.Tensor) -> Metrics:
-    """Return the difference in probability, not log-probability, between trainer and sampler."""
-    difference_N = (prox_N.exp() - behaviour_N.exp()).abs()
-    return _floats(
-        {
-            "rollout_probs_diff_max": masked_max(difference_N, mask_N),
-            "rollout_probs_diff_mean": masked_mean(difference_N, mask_N),
-        }
-    )
-
-
-def compare_probabilities(prox_N: torch.Tensor, behaviour_N: torch.Tensor, mask_N: torch.Tensor) -> Metrics:
-    """As `probability_metrics`, with spread and Pearson correlation: of one whole batch only."""
-    is_in_N = mask_N != 0
-    trainer, sampler = prox_N[is_in_N].exp(), behaviour_N[is_in_N].exp()
-    metrics = probability_metrics(prox_N, behaviour_N, mask_N)
-    if len(trainer) < 2:
-        return metrics | {"rollout_probs_diff_valid": 0.0}
-    spread = probability_spread(probability_moments(trainer, sampler), len(trainer))
-    return metrics | {"rollout_probs_diff_valid": 1.0} | spread
 
 
 def _row_ratio(delta_N: torch.Tensor, mask_N: torch.Tensor, rows: Rows, level: str) -> torch.Tensor:

@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from learner.algorithms.advantage.baselines import token_weights
-from learner.algorithms.diagnostics.moments import explained_variance, value_moments
 from learner.algorithms.rows import Rows
 
 Metrics = dict[str, float]
 PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
 """Stages that compute on prompt and response tokens."""
-_PER_RESPONSE_TOKEN = ("gen",)
 
 
 def score_metrics(scores_R: torch.Tensor, rewards_R: torch.Tensor, length_R: torch.Tensor) -> Metrics:
@@ -29,22 +27,10 @@ def score_metrics(scores_R: torch.Tensor, rewards_R: torch.Tensor, length_R: tor
     }
 
 
-def target_metrics(
-    advantages_N: torch.Tensor, returns_N: torch.Tensor, mask_N: torch.Tensor, values_N: torch.Tensor | None
-) -> Metrics:
-    """Return advantages, returns and, with a critic, values and explained variance over the mask."""
-    metrics = target_spreads(advantages_N, returns_N, mask_N, values_N)
-    if values_N is None:
-        return metrics
-    returns, values = returns_N[mask_N != 0], values_N[mask_N != 0]
-    explained = explained_variance(value_moments(returns, values), len(values))
-    return metrics | {"critic/vf_explained_var": explained}
-
-
 def target_spreads(
     advantages_N: torch.Tensor, returns_N: torch.Tensor, mask_N: torch.Tensor, values_N: torch.Tensor | None
 ) -> Metrics:
-    """As `target_metrics`, without what parts of a batch cannot tell by themselves."""
+    """Return advantages, returns and, with a critic, values over the mask."""
     is_in_N = mask_N != 0
     metrics = {
         **spread("critic/advantages", advantages_N[is_in_N]),
@@ -69,13 +55,6 @@ def length_metrics(
     }
 
 
-def timing_metrics(seconds: Mapping[str, float], num_response_tokens: int, num_tokens: int) -> Metrics:
-    """Return `timing_s/*`, and `timing_per_token_ms/*` of the stages that have tokens to divide by."""
-    counts = dict.fromkeys(_PER_RESPONSE_TOKEN, num_response_tokens) | dict.fromkeys(PER_TOKEN, num_tokens)
-    times = {f"timing_s/{stage}": value for stage, value in seconds.items()}
-    return times | per_token_metrics(seconds, counts)
-
-
 def per_token_metrics(seconds: Mapping[str, float], counts: Mapping[str, float]) -> Metrics:
     """Return `timing_per_token_ms/*` of the stages of `counts`, their numbers of tokens, that were timed."""
     return {
@@ -93,20 +72,6 @@ def throughput_metrics(num_tokens: Sequence[int], step_s: float, num_devices: in
         "perf/time_per_step": step_s,
         "perf/throughput": total / (step_s * num_devices),
     }
-
-
-def variance_proxies(
-    advantages_N: torch.Tensor,
-    logprobs_N: torch.Tensor,
-    sum_pi_squared_N: torch.Tensor,
-    mask_N: torch.Tensor,
-    rows: Rows,
-    gradient_norm: float,
-    weights_N: torch.Tensor | None = None,
-) -> Metrics:
-    """Return how much of the gradient is signal: its squared norm against the expected one of a row."""
-    moments = power_moments(advantages_N, logprobs_N, sum_pi_squared_N, mask_N, rows, weights_N)
-    return signal_and_noise(moments, gradient_norm, rows.num_rows)
 
 
 def power_moments(
@@ -134,23 +99,6 @@ def signal_and_noise(moments: Mapping[str, float], gradient_norm: float, num_row
         "variance_proxy/expected_a_squared": moments["a_squared"],
         "variance_proxy/expected_w": moments["w"],
     }
-
-
-def mask_after_end(tokens_BT: torch.Tensor, end_ids: Sequence[int]) -> torch.Tensor:
-    """Return 1 up to and including the first end token of each row, 0 after it (int64) [B, T]."""
-    is_end_BT = torch.isin(tokens_BT, torch.tensor(list(end_ids)))
-    return (is_end_BT.long().cumsum(1) - is_end_BT.long() == 0).long()
-
-
-def reduce_by_name(values: Mapping[str, Sequence[float]]) -> Metrics:
-    """Return each metric's maximum or minimum if its name says so, else its mean."""
-    reduced = {}
-    for name, found in values.items():
-        if "max" in name or "min" in name:
-            reduced[name] = max(found) if "max" in name else min(found)
-        else:
-            reduced[name] = sum(found) / len(found)
-    return reduced
 
 
 def spread(name: str, values: torch.Tensor) -> Metrics:

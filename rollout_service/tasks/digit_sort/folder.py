@@ -9,13 +9,12 @@ from pathlib import Path
 
 from rollout_service.tasks.digit_sort.examples import Digits, draw_split
 from rollout_service.tasks.digit_sort.vocabulary import answer_text, build_tokenizer, prompt_text
-from rollout_service.tasks.recipes import MARKER, make_by_recipe, write_rows
+from rollout_service.tasks.recipes import make_by_recipe, write_rows
 from rollout_service.tasks.warm_started import put_warm_start
 
 log = logging.getLogger(__name__)
 
-DATA_SOURCE = "digit_sort"
-__all__ = ["MARKER", "Recipe", "make_folder", "write_prompts"]
+TASK = "digit_sort"
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ def make_folder(folder: Path, recipe: Recipe = Recipe()) -> Path:
     Raises:
         DataError: The folder exists, but was not made by this recipe.
     """
-    return make_by_recipe(folder, DATA_SOURCE, recipe, _fill)
+    return make_by_recipe(folder, TASK, recipe, _fill)
 
 
 def _fill(folder: Path, recipe: Recipe) -> dict[str, float]:
@@ -60,4 +59,4 @@ def save_warm_start(folder: Path, seed: int, num_steps: int) -> dict[str, float]
 
 def write_prompts(path: Path, lists: Sequence[Digits], split: str) -> None:
     """Write `lists` as prompts in verl's columns."""
-    write_rows(path, DATA_SOURCE, split, ((prompt_text(digits), answer_text(digits)) for digits in lists))
+    write_rows(path, TASK, split, ((prompt_text(digits), answer_text(digits)) for digits in lists))

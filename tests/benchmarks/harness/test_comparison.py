@@ -15,8 +15,10 @@ from asyncrl.cli.app import app
 from asyncrl.cli.commands.bench import BENCHMARKS
 from asyncrl.core.errors import DataError
 from asyncrl.core.metrics.registry import METRICS
-from benchmarks.harness import suite
-from benchmarks.harness.comparison import (
+from benchmarks.harness.figures import make_rows
+from benchmarks.harness.rows import Row, RowFile
+from benchmarks.reports import suite
+from benchmarks.reports.comparison import (
     NOT_FIGURES,
     WITHIN_ONE_RUN,
     compare,
@@ -26,11 +28,9 @@ from benchmarks.harness.comparison import (
     read,
     table,
 )
-from benchmarks.harness.figures import make_rows
-from benchmarks.harness.plots import MAX_SHOWN, bar_of, choose_axis, draw_ratios, order_panels
-from benchmarks.harness.ratios import Ratio
-from benchmarks.harness.rows import Row, RowFile, noise_of_median
-from benchmarks.harness.suite import (
+from benchmarks.reports.plots import MAX_SHOWN, bar_of, choose_axis, draw_ratios, order_panels
+from benchmarks.reports.ratios import Ratio, noise_of_median
+from benchmarks.reports.suite import (
     CLOSING_S,
     FULL,
     FULL_S,
@@ -41,7 +41,7 @@ from benchmarks.harness.suite import (
     run_all,
     run_alone,
 )
-from benchmarks.harness.suite import table as suite_table
+from benchmarks.reports.suite import table as suite_table
 
 VERL = """\
 (TaskRunner pid=71) Training Progress:   0%|          | 0/8 [00:00<?, ?it/s]

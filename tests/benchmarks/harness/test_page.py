@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.cli.commands.bench import MODULES
 from asyncrl.core.errors import DataError
-from benchmarks.harness.page import NOT_OF_ROWS, RESULTS, caption, parse_directive, render, show, table
 from benchmarks.harness.rows import Row, RowFile
+from benchmarks.reports.page import NOT_OF_ROWS, RESULTS, caption, parse_directive, render, show, table
 
 PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 ROWS = [
@@ -32,7 +32,7 @@ def store(folder: Path, text: str, *names: str) -> Path:
 
 
 def test_the_page_is_current():
-    command = "python -m benchmarks.harness.page > docs/benchmarks.md"
+    command = "python -m benchmarks.reports.page > docs/benchmarks.md"
     assert PAGE.read_text(encoding="utf-8") == render(), command
 
 

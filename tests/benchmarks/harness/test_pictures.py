@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.core.errors import DataError
-from benchmarks.harness.pictures import main, select
-from benchmarks.harness.plots import MAX_LINES, MAX_PANELS, draw
 from benchmarks.harness.rows import Row, RowFile
+from benchmarks.reports.pictures import main, select
+from benchmarks.reports.plots import MAX_LINES, MAX_PANELS, draw
 
 ROWS = [
     Row("b", {"engine": engine, "sigma": sigma, "quick": 0}, {"step_s": 1.0, "idle": 0.5})

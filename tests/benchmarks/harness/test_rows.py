@@ -12,10 +12,11 @@ import pytest
 
 from asyncrl.core.errors import DataError
 from benchmarks.calibration import calibrate
-from benchmarks.harness import comparison, pictures, suite
 from benchmarks.harness.figures import make_rows
 from benchmarks.harness.options import TERMINATED, command_of, make_parser, report
-from benchmarks.harness.rows import Row, RowFile, noise_of_median, spread_of
+from benchmarks.harness.rows import Row, RowFile, spread_of
+from benchmarks.reports import comparison, pictures, suite
+from benchmarks.reports.ratios import noise_of_median
 
 
 def made_up() -> RowFile:

@@ -12,9 +12,9 @@ from asyncrl.buffer.service import BufferService, RequestHandler
 from asyncrl.core.errors import WireError
 from asyncrl.core.experience import encode_group
 from asyncrl.core.rpc import Client
-from asyncrl.core.runtime.clock import ManualClock
 from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
+from tests.runtimes import ManualClock
 
 SIZE = SETTINGS.groups_per_step
 """Groups of a step."""

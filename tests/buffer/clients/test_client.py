@@ -16,9 +16,9 @@ from asyncrl.core.experience import encode_group
 from asyncrl.core.metrics.tallies import Tally
 from asyncrl.core.rpc import Client
 from asyncrl.core.rpc.message import Answer
-from asyncrl.core.runtime.clock import ManualClock
 from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
+from tests.runtimes import ManualClock
 
 NUM_GROUPS = 2 * FETCHED_AT_ONCE + 1
 
@@ -90,21 +90,6 @@ def test_prefetching_is_refused_beyond_its_bound_and_to_an_older_learner(
         raw.call("prefetch", token=learner.token, num_groups=1 << 30)
     with pytest.raises(FencedError):
         raw.call("prefetch", token=learner.token - 1, num_groups=1)
-
-
-def test_a_step_is_reported_and_the_next_one_reserved_in_one_round_trip(
-    raw: Client, learner: LearnerClient
-) -> None:
-    push(raw, NUM_GROUPS)
-    reserve(learner)
-    assert learner.trained_then_reserve(0, wait_s=0.0) is None
-    tickets = push(raw, NUM_GROUPS)
-    batch = learner.reserve(1, 10.0)
-    assert batch is not None
-    assert [ticket.ticket for ticket in batch.tickets] == tickets
-    with pytest.raises(LedgerError, match="dropped"):
-        learner.trained_then_reserve(1, 0.0, dropped=[(tickets[0], "no such reason")])
-    assert learner.status().steps_trained == 1
 
 
 def test_a_fetch_of_more_parts_than_a_service_keeps_replies_loses_none() -> None:

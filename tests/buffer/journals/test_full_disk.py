@@ -22,10 +22,11 @@ from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.core.experience import encode_group
 from asyncrl.core.obstacle import Cause
-from asyncrl.core.runtime.clock import ManualClock
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.journals.journal_parts import Place, begin, commit, push
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group
+from tests.runtimes import ManualClock
+from tests.small_disk import fill
 
 
 @pytest.fixture(autouse=True)
@@ -239,12 +240,6 @@ def test_a_service_on_a_full_disk_says_so_at_once_and_goes_on_when_there_is_room
         thread.join(60.0)
         client.close()
     assert not thread.is_alive()
-
-
-def fill(ballast: Path) -> None:
-    """Write until the disk takes no more."""
-    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        file.writelines(bytes(4096) for _ in range(1 << 20))
 
 
 def lease_and_release(client: ReplicaClient) -> None:

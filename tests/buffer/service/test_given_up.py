@@ -14,9 +14,9 @@ from asyncrl.buffer.service import RequestHandler
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.core.rpc import Client, Request
-from asyncrl.core.runtime.clock import ManualClock
 from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, serving
+from tests.runtimes import ManualClock
 
 
 class FarJournal(MemoryJournal):

@@ -10,8 +10,8 @@ from asyncrl.buffer.journals.kinds.none import MemoryJournal
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.service import RequestHandler
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.core.runtime.clock import ManualClock
 from tests.buffer.parts import GROUP_SIZE, SETTINGS
+from tests.runtimes import ManualClock
 
 NUM_STEPS = 200
 

@@ -14,9 +14,9 @@ from asyncrl.buffer.pending_requests import MIN_KEPT, PendingRequest, PendingReq
 from asyncrl.buffer.service import RequestHandler
 from asyncrl.core.experience import encode_group
 from asyncrl.core.rpc import Request
-from asyncrl.core.runtime.clock import ManualClock
 from asyncrl.core.wire import Frame
 from tests.buffer.parts import make_group, make_store
+from tests.runtimes import ManualClock
 
 
 def park(lot: PendingRequests, name: str, lane: object = "lease", deadline: float = 10.0) -> PendingRequest:

@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.cli.live import LEGEND
 from asyncrl.cli.views import LINE_S, PAINT_S, LineView, PanelView, view_on
-from asyncrl.core.runtime.clock import ManualClock
 from tests.page import page_runs
+from tests.runtimes import ManualClock
 from tests.statuses import snapshot_of
 
 

@@ -22,8 +22,8 @@ from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.snapshot import HeadWord, Snapshot
 from asyncrl.core.config.load import load
 from asyncrl.core.errors import ConfigError
-from asyncrl.core.runtime.clock import ManualClock
 from asyncrl.core.states import RunState
+from tests.runtimes import ManualClock
 from tests.statuses import snapshot_of
 
 

@@ -8,8 +8,7 @@ import shutil
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from asyncrl.control.ray.supervisor_watchdog import SILENCE_LIMIT_S, keep, watch
 from asyncrl.control.roster import RUN_VARIABLE, ServiceSpec
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ServiceFailed
-from asyncrl.core.runtime.clock import ManualClock
 from asyncrl.core.service import SERVICE_VARIABLE, ServiceContext
 from asyncrl.core.service_status import ServiceStatus, Statuses, SupervisorStatus
 from asyncrl.core.states import RunState, ServiceState
+from tests.runtimes import ManualClock
+from tests.waiting import wait_for
 
 NAME = "supervisor.0"
 RUN_ID = f"kept{os.getpid()}"
@@ -178,7 +178,7 @@ def test_the_watch_of_ray_goes_on_after_it_found_no_descriptor_left(tmp_path: Pa
         with watching_ray(lambda name: noticed.set()) as counters:
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
             try:
-                wait_until(lambda: counters["failed_looks"] >= 2)
+                wait_for(lambda: counters["failed_looks"] >= 2)
                 assert is_open("127.0.0.1:1"), "that nobody could ask tells nothing of a cluster either"
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -188,13 +188,6 @@ def test_the_watch_of_ray_goes_on_after_it_found_no_descriptor_left(tmp_path: Pa
     finally:
         raylet.kill()
         raylet.wait(60.0)
-
-
-def wait_until(claim: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60.0
-    while not claim():
-        assert time.monotonic() < end, "waited 60 s"
-        time.sleep(0.05)
 
 
 def fail_after_the_death_of(process: subprocess.Popen[bytes]) -> None:

@@ -16,8 +16,8 @@ from asyncrl.control.rows.row_files import load_rows
 from asyncrl.core.metrics.row_log import RowLog, read_rows
 from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
 from tests.control.supervisor.test_repair import make_supervised
-from tests.control.supervisor.test_supervisor import wait_for
 from tests.statuses import told_by
+from tests.waiting import wait_for
 
 STEP = "training/global_step"
 

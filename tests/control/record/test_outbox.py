@@ -21,7 +21,7 @@ from asyncrl.control.rows.row_files import load_rows
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.core.config.tree import Config
 from asyncrl.core.metrics import unknown_names
-from asyncrl.core.runtime.clock import ManualClock
+from tests.runtimes import ManualClock
 from tests.statuses import snapshot_of, told_by
 from tests.threads import RUNTIME
 

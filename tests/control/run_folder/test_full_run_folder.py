@@ -12,10 +12,11 @@ from asyncrl.control.record.events import EventLog, load_events
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.rows.recorder import Recorder, training_rows
 from asyncrl.control.rows.row_files import load_rows
-from tests.control.supervisor.test_supervisor import make_supervisor, start, wait_for
+from tests.control.supervisor.test_supervisor import make_supervisor, start
 from tests.small_disk import fill
 from tests.statuses import told_by
 from tests.threads import RUNTIME
+from tests.waiting import wait_for
 
 WAITING = "scripted_services:WaitingLearner"
 PAGE_BYTES = 4096

@@ -14,8 +14,8 @@ from asyncrl.control.record.summary import NAMES, draw_curves, smooth, summarise
 from asyncrl.control.rows.metering import Meter
 from asyncrl.core.config.tree import Config
 from asyncrl.core.service_status import Statuses
-from benchmarks.harness.plots import draw
 from benchmarks.harness.rows import Row
+from benchmarks.reports.plots import draw
 from tests.statuses import statuses_of
 
 REQUIRED = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}}

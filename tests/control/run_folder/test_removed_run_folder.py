@@ -10,8 +10,9 @@ from scripted_services import REPLACE
 from asyncrl.cli.run.ending import paragraph
 from asyncrl.cli.run.handle import RunHandle
 from asyncrl.control.record.rundir import RunDir, read_json
-from tests.control.supervisor.test_supervisor import make_supervisor, start, wait_for
+from tests.control.supervisor.test_supervisor import make_supervisor, start
 from tests.statuses import told_by
+from tests.waiting import wait_for
 
 
 @pytest.mark.parametrize("is_made_anew", [False, True])

@@ -19,8 +19,9 @@ from asyncrl.control.rows.recorder import Recorder
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.core.service_command import AnyCommand, Drain
 from tests.cli.commands.calling import KEY, asyncrl, head_of
-from tests.control.supervisor.test_supervisor import make_config, start, wait_for
+from tests.control.supervisor.test_supervisor import make_config, start
 from tests.threads import RUNTIME
+from tests.waiting import wait_for
 
 OURS = ("asyncrl.", "thread_launcher", "scripted_services", __name__)
 """Prefixes of modules that count; the second stands for `control.ray.launcher`, the last two for the host."""

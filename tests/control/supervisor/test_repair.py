@@ -45,9 +45,10 @@ from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.service import SERVICE_VARIABLE
 from asyncrl.core.service_command import Bound, Tighten
 from asyncrl.core.states import RunState
-from tests.control.supervisor.test_supervisor import make_config, wait_for
+from tests.control.supervisor.test_supervisor import make_config
 from tests.statuses import status_of, statuses_of, told_by
 from tests.threads import RUNTIME
+from tests.waiting import wait_for
 
 CORE = ["buffer.0", "weight_sync.0", "learner.0", "publisher.0"]
 

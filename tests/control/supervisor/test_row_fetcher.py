@@ -16,9 +16,9 @@ from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.rpc.message import Message
 from asyncrl.core.service_command import AnyCommand, HandOverRows, Rows
 from tests.control.supervisor.test_repair import make_supervised, supervise_again
-from tests.control.supervisor.test_supervisor import wait_for
 from tests.control.thread_launcher import ThreadLauncher
 from tests.threads import RUNTIME
+from tests.waiting import wait_for
 
 ROWS = [{"training/global_step": step} for step in (1, 2, 3)]
 

@@ -10,8 +10,9 @@ from thread_launcher import ThreadLauncher
 
 from asyncrl.control.api import operations as api
 from tests.control.supervisor.test_repair import REPLACE, make_supervised, read_outcome, supervise_again
-from tests.control.supervisor.test_supervisor import make_supervisor, start, wait_for
+from tests.control.supervisor.test_supervisor import make_supervisor, start
 from tests.statuses import told_by
+from tests.waiting import wait_for
 
 
 def test_a_learner_that_has_trained_nothing_is_not_waited_for(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,7 @@ from asyncrl.core.service_status import Statuses
 from asyncrl.page.routes import page_routes
 from tests.statuses import statuses_of, told_by
 from tests.threads import RUNTIME
+from tests.waiting import wait_for
 
 
 def make_config(steps: int, start_deadline_s: float = 300.0) -> Config:
@@ -53,13 +54,6 @@ def make_supervisor(
     (folder / "logs").mkdir()
     roster = Roster(make_config(steps, start_deadline_s), folder, "abcd1234", folder, "")
     return Supervisor(roster, launcher, Recorder(folder / "metrics.jsonl", RUNTIME), RUNTIME), launcher
-
-
-def wait_for(claim: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60.0
-    while not claim():
-        assert time.monotonic() < end, "waited 60 s"
-        time.sleep(0.01)
 
 
 def start(supervisor: Supervisor) -> tuple[threading.Thread, threading.Event]:

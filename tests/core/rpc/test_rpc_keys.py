@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import json
-import math
 import stat
 import threading
 import time
@@ -15,24 +14,15 @@ from pathlib import Path
 import pytest
 
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, NotAllowed
-from asyncrl.core.rpc import AsyncClient, Client, Request, Server
+from asyncrl.core.rpc import AsyncClient, Client, Server
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.core.sockets.keys import ClientKeys, RunKeys, make_run_keys, read_client_keys, write_client_keys
 from asyncrl.core.sockets.listener import ENDPOINT
+from tests.core.rpc.flooded_process import Echo
 
 SOON_S = 0.4
 """Long for a connection on loopback, which takes about 5 ms: for calls that nobody answers."""
 LONG_S = 30.0
-
-
-class Echo:
-    def handle(self, request: Request) -> None:
-        request.reply(request.frames, **request.args)
-
-    def wake_at(self) -> float:
-        return math.inf
-
-    def tick(self, now: float) -> None: ...
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Rules of the algorithms that hold whatever anyone else computes."""
 
-import dataclasses
 import math
 
 import pytest
@@ -18,7 +17,7 @@ from learner.algorithms.correction import Correction, importance_weights, make_c
 from learner.algorithms.diagnostics import divergence as diagnostics
 from learner.algorithms.losses import POLICY_LOSSES, Clip, LossInput
 from learner.algorithms.losses.clipped import vanilla
-from learner.algorithms.objective import constant_tickets, make_objective
+from learner.algorithms.objective import make_objective
 from learner.algorithms.registry import resolve
 from learner.algorithms.rows import Rows, masked_mean, padded_rows
 from learner.batching.batch import build_batch
@@ -213,13 +212,3 @@ def test_vetoed_rows_stay_in_the_denominator():
     _, batch, _, metrics = prepared("decoupled_token_is", veto=0.5)
     assert metrics["rollout_corr/vetoed_share"] > 0
     assert batch.totals.num_trained < batch.totals.num_tokens == float(batch.counted_N.sum())
-
-
-def test_groups_without_contrast_are_named():
-    groups = make_groups(3)
-    flat = dataclasses.replace(groups[1], trajectories=(groups[1].trajectories[0],) * 4)
-    batch = build_batch([groups[0], flat, groups[2]], 0, {1: 0})
-    assert 11 in constant_tickets(batch)
-    assert set(constant_tickets(batch)) == {
-        g.ticket for g in (groups[0], flat, groups[2]) if len(set(g.rewards)) == 1
-    }

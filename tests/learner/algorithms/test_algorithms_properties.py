@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms.advantage import ADVANTAGES, AdvantageInput, groups
+from learner.algorithms.advantage import ADVANTAGES, AdvantageInput
 from learner.algorithms.advantage.returns import raw_gae, vtrace
 from learner.algorithms.aggregation import MODES, aggregate
 from learner.algorithms.correction import (
@@ -258,11 +258,6 @@ def test_whitening_over_two_ranks_is_that_of_their_batches_together():
     mean = x.mean()
     sums = iter([torch.stack([x.sum(), torch.tensor(12.0)]), (x - mean).square().sum()])
     torch.testing.assert_close(whiten(x[:6], ones, over_ranks=lambda _: next(sums)), wanted[:6])
-
-
-def test_dynamic_sampling_drops_groups_without_contrast_and_keeps_single_rows():
-    scores, labels = torch.tensor([1.0, 1, 0, 1, 5]), torch.tensor([0, 0, 1, 1, 2])
-    assert groups.keep_informative(scores, labels).tolist() == [False, False, True, True, True]
 
 
 def test_metrics_of_an_empty_row_are_those_of_equal_policies():

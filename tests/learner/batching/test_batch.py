@@ -35,7 +35,6 @@ def test_what_belongs_to_a_token_sits_where_it_is_predicted():
     assert batch.behaviour_N.tolist() == pytest.approx([0, -0.1, -0.2, -0.3, 0] * 2)
     assert batch.version_N.tolist() == [0, 1, 1, 2, 0] * 2
     assert batch.lag_N.tolist() == [0, 2, 2, 1, 0] * 2
-    assert batch.position_ids_N.tolist() == [0, 1, 2, 3, 4] * 2
     assert batch.cu_seqlens == (0, 5, 10)
     assert batch.row_N.tolist() == [0] * 5 + [1] * 5
     assert dataclasses.astuple(batch.totals) == (4.0, 2.0, 4.0)
@@ -105,7 +104,7 @@ def test_the_order_of_arrival_does_not_matter():
 
 def test_minibatches_are_whole_groups_in_ticket_order_and_their_totals_sum():
     batch = build_batch(make_groups(5), 0, {1: 0})
-    minibatches = batch.split_minibatches(2)
+    minibatches = [batch.select_groups(tickets) for tickets in plan_minibatches(batch.tickets_G, 2)]
     assert [part.tickets_G for part in minibatches] == [(10, 11), (12, 13, 14)]
     assert torch.equal(torch.cat([part.tokens_N for part in minibatches]), batch.tokens_N)
     assert torch.equal(torch.cat([part.rewards_R for part in minibatches]), batch.rewards_R)
@@ -119,7 +118,7 @@ def test_balanced_microbatches_hold_every_row_once_and_give_their_order_back(max
     parts = batch.balance_microbatches(max_tokens)
     assert len(parts) <= 2 * -(-batch.num_tokens // max_tokens)
     assert all(part.num_tokens <= max_tokens and part.totals == batch.totals for part in parts)
-    for name in ("tokens_N", "labels_N", "loss_mask_N", "lag_N", "behaviour_N", "position_ids_N"):
+    for name in ("tokens_N", "labels_N", "loss_mask_N", "lag_N", "behaviour_N"):
         values = [getattr(part, name) for part in parts]
         assert torch.equal(restore_order(parts, values), getattr(batch, name))
     columns = [torch.stack([part.rewards_R[part.row_N], part.behaviour_N]) for part in parts]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from learner.checkpoint.writer import BackgroundWriter, CheckpointKeeper
 from tests.learner.checkpoint.test_checkpoint_writer import WAIT_S, Journal, take
 from tests.learner.guard.guarded_run import NUM_STEPS, Faults, make_config, running
 from tests.small_disk import fill
+from tests.waiting import wait_for
 from tests.weight_sync.cluster import running_cluster
 
 
@@ -103,10 +102,3 @@ def test_a_disk_that_takes_no_folder_is_told_as_a_checkpoint_that_cannot_be_writ
         assert not one._begin_checkpoint()
     (told,) = one.failures.report()
     assert "step 0 could not be written: [Errno 2] No such file" in told.reason
-
-
-def wait_for(claim: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not claim():
-        assert time.monotonic() < end, f"waited {WAIT_S:g} s"
-        time.sleep(0.01)

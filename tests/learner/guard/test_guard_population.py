@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from rollout_service.tasks.digit_sort.folder import Recipe, make_folder
 from tests.learner.guard.population import (
@@ -45,15 +44,6 @@ ON_POLICY = (
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("task") / "digit_sort", Recipe())
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As the learner's processes are on a CPU."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run(model: Path, seed: int, fault: Fault, *changes: str) -> Population:

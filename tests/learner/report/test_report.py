@@ -11,7 +11,6 @@ from asyncrl.core.experience import Group
 from asyncrl.core.metrics import find, unknown_names
 from learner.algorithms.centre import rows_of
 from learner.algorithms.diagnostics import summary
-from learner.algorithms.diagnostics.divergence import compare_probabilities
 from learner.backend import Models
 from learner.batching.batch import build_batch
 from learner.report import (
@@ -28,6 +27,8 @@ from learner.report import (
 )
 from tests.learner.parts.samples import make_groups, make_trajectory, save_model
 from tests.learner.parts.training import open_backend, open_objective, take_step
+from tests.oracle.corrections import compare_probabilities
+from tests.oracle.measures import target_metrics
 
 STEP_OF_VERSION = {1: 0, 2: 1, 3: 3}
 
@@ -216,12 +217,13 @@ def test_one_rank_reports_what_the_functions_that_the_oracle_checks_do():
     lengths_R = torch.tensor([one.num_tokens for _, one in rows])
     is_cut_R = torch.tensor([one.finish_reason == "length" for _, one in rows])
     expected = summary.score_metrics(batch.rewards_R, batch.rewards_R, lengths_R)
-    expected |= summary.target_metrics(batch.advantages_N, batch.returns_N, batch.loss_mask_N, batch.values_N)
+    expected |= target_metrics(batch.advantages_N, batch.returns_N, batch.loss_mask_N, batch.values_N)
     expected |= summary.length_metrics(prompts_R, lengths_R, prompts_R == 6, is_cut_R)
     compared = compare_probabilities(batch.prox_N, batch.behaviour_N, batch.loss_mask_N)
     expected |= {f"training/{name}": value for name, value in compared.items()}
     policy = (batch.advantages_N, batch.prox_N, batch.sum_pi_squared_N)
-    expected |= summary.variance_proxies(*policy, batch.loss_mask_N, rows_of(batch), 1.5)
+    moments = summary.power_moments(*policy, batch.loss_mask_N, rows_of(batch), None)
+    expected |= summary.signal_and_noise(moments, 1.5, batch.num_rows)
     for name, value in expected.items():
         assert row[name] == pytest.approx(value, rel=1e-5), name
 

@@ -44,7 +44,7 @@ def problems_of(values: dict[str, Any]) -> list[str]:
 
 def test_a_good_configuration_has_a_plan(good: dict[str, Any]) -> None:
     found = plan.check(Config(**good))
-    assert (found.num_gpus, found.num_cpus) == (0, 1.25)
+    assert (found.num_gpus, found.num_cpus, found.weight_sync.backend) == (0, 1.25, "gloo")
 
 
 @pytest.mark.parametrize(

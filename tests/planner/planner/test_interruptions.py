@@ -47,7 +47,11 @@ def test_answers_that_end_together_leave_nothing_to_stream():
 def test_every_part_but_the_last_costs_more_than_its_tokens():
     rates = replace(RATES, part_s=0.05)
     for one in run_streamed(*IN_PARTS, rates=rates).watch.records:
-        expected = rates.learner_s(one.num_tokens) + (one.num_parts - 1) * rates.part_s + rates.publish_s
+        expected = (
+            rates.learner_part_s(one.num_tokens, is_last=True)
+            + (one.num_parts - 1) * rates.part_s
+            + rates.publish_s
+        )
         assert one.step_s - one.wait_s == pytest.approx(expected, abs=0.01)
 
 

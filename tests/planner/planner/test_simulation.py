@@ -21,7 +21,7 @@ def test_the_same_seed_makes_the_same_history():
 def test_a_learner_with_fast_replicas_takes_its_own_seconds_per_step():
     rates = replace(RATES, decode=FAST, transfer_s=0.0, swap_s=0.0)
     found = run(make_setting("staleness.max_lag=2"), rates).outcome()
-    expected = rates.learner_s(found.tokens_per_step) + rates.publish_s
+    expected = rates.learner_part_s(found.tokens_per_step, is_last=True) + rates.publish_s
     assert found.step_s == pytest.approx(expected, rel=0.03)
     assert found.learner_idle < 0.03
 

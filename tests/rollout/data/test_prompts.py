@@ -12,10 +12,9 @@ import pytest
 
 from asyncrl.core.errors import DataError
 from rollout_service.data.gsm8k import INSTRUCTION, convert_gsm8k
-from rollout_service.data.prompts import read_prompts
 from rollout_service.data.readers import digest_of
-from rollout_service.data.sources import load_prompts
 from rollout_service.tasks.digit_sort.vocabulary import BOS, EQUALS, build_tokenizer
+from tests.rollout.data.files import load_prompts, read_prompts
 
 CHAT = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "="}]
 
@@ -89,7 +88,7 @@ def test_a_file_that_cannot_be_used_is_a_data_error(tmp_path: Path, name: str):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.parquet").write_text("PAR1")
     with pytest.raises(DataError, match=name):
-        read_prompts(tmp_path / name)
+        load_prompts(tmp_path / name, build_tokenizer(), 16)
 
 
 def test_prompts_over_the_limit_are_left_out_and_the_others_are_numbered_in_order(tmp_path: Path):

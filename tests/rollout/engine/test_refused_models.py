@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,6 @@ from tests.rollout.engine.families import Form, swap
 pytestmark = pytest.mark.long
 TIED = Form("qwen3", is_tied=True, vocab_size=96)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-
-@pytest.fixture
-def loop() -> Iterator[LoopThread]:
-    thread = LoopThread()
-    yield thread
-    thread.close()
 
 
 def refusal_of(folder: Path, loop: LoopThread) -> str:

@@ -13,7 +13,7 @@ from rollout_service.environments import EnvironmentFailed
 from rollout_service.environments.adapters.gymnasium_text import GymnasiumText
 from rollout_service.environments.adapters.verifiers_library import VerifiersLibrary
 from rollout_service.environments.registry import Episodes
-from rollout_service.tasks.tiny_text.model import build_tokenizer
+from rollout_service.tasks.tiny_text import build_tokenizer
 from tests.rollout.environments.parts import load, make_prompt, run_episode
 
 

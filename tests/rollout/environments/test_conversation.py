@@ -16,7 +16,7 @@ from rollout_service.data.sources import load_sources
 from rollout_service.environments.conversation import ChatTemplate, PlainText
 from rollout_service.environments.registry import Episodes
 from rollout_service.evaluation.wiring import open_chats
-from rollout_service.tasks.tiny_text.model import CHAT_TEMPLATE, build_tokenizer
+from rollout_service.tasks.tiny_text import CHAT_TEMPLATE, build_tokenizer
 from tests.rollout.environments.parts import TOKENIZER, load, make_prompt, run_episode
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+3?"}]

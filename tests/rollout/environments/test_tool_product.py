@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.core.config.load import load_config
 from configs import shipped
-from rollout_service.data.sources import load_prompts
 from rollout_service.environments.registry import load_environment
 from rollout_service.tasks.digit_sort.vocabulary import BOS, EOS
 from rollout_service.tasks.tool_product import warm_start
@@ -26,6 +25,7 @@ from rollout_service.tasks.tool_product.vocabulary import (
     prompt_text,
     reply_text,
 )
+from tests.rollout.data.files import load_prompts
 from tests.rollout.environments.parts import make_prompt, run_episode
 
 SHORT = Recipe(num_warm_start_steps=2, num_train=60, num_held_out=20)

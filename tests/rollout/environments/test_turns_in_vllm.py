@@ -42,13 +42,6 @@ class Again(Environment):
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[LoopThread]:
-    thread = LoopThread()
-    yield thread
-    thread.close()
-
-
-@pytest.fixture(scope="module")
 def engine(loop: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     folder = save_model(make_model(0), tmp_path_factory.mktemp("model"))
     made = VllmEngine(VllmSettings(str(folder), "float32", 128, 32, 64 << 20))

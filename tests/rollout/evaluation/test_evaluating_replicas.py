@@ -16,7 +16,8 @@ from asyncrl.core.service_status import FinishedEvaluation
 from rollout_service.engine.protocol import Interrupted
 from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.matching import score_digit_sort
-from tests.rollout.replica.replica_parts import Stage, open_stage, wait_for
+from tests.rollout.replica.replica_parts import Stage, open_stage
+from tests.waiting import wait_for
 
 DIGIT_SORT = FunctionReward("digit_sort", score_digit_sort)
 NUM_PROMPTS, SLOW = 12, 10.0

@@ -23,15 +23,16 @@ from asyncrl.core.runtime.clock import SystemClock
 from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.staleness import PolicyVersion
-from rollout_service.data.sources import load_prompts
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from rollout_service.gateway.gateway import Gateway, build_gateway
 from rollout_service.replica.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica.service import Replica
-from rollout_service.tasks.tiny_text.model import CHAT_TEMPLATE, build_tokenizer, make_folder
+from rollout_service.tasks.tiny_text import CHAT_TEMPLATE, build_tokenizer, make_folder
+from tests.rollout.data.files import load_prompts
 from tests.rollout.engine.engine_parts import stage
-from tests.rollout.replica.replica_parts import HandFedReceiver, running, wait_for
+from tests.rollout.replica.replica_parts import HandFedReceiver, running
+from tests.waiting import wait_for
 
 GROUP_SIZE = 2
 MAX_TOKENS, MAX_PROMPT_TOKENS = 1400, 200

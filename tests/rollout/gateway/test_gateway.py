@@ -21,11 +21,11 @@ from asyncrl.core.service_status import pack_status
 from asyncrl.core.staleness import Span
 from rollout_service.gateway.app import MAX_BODY_BYTES
 from rollout_service.gateway.keys import GatewayKey
-from rollout_service.tasks.tiny_text.model import build_tokenizer
+from rollout_service.tasks.tiny_text import build_tokenizer
 from tests.docs.pages import YOUR_OWN, write_files
 from tests.rollout.engine.engine_parts import logprobs_of
 from tests.rollout.gateway.gateway_parts import EOS, QUESTION, Agent, Stage, open_gateway_stage
-from tests.rollout.replica.replica_parts import wait_for
+from tests.waiting import wait_for
 
 TOLERANCE = 1e-4
 USER = {"role": "user", "content": QUESTION}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from asyncrl.core.service import ServiceContext
 from asyncrl.core.service_status import BufferStatus
 from asyncrl.core.staleness import PolicyVersion
 from rollout_service.data.prompts import PromptSet
-from rollout_service.data.sources import load_prompts, load_sources
+from rollout_service.data.sources import load_sources
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.scripted.engine import ScriptedEngine
 from rollout_service.evaluation.wiring import make_evaluator
@@ -35,17 +34,12 @@ from rollout_service.sampling.groups import GroupRunner, GroupSettings
 from rollout_service.tasks.digit_sort.examples import draw_split
 from rollout_service.tasks.digit_sort.folder import write_prompts
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer
+from tests.rollout.data.files import load_prompts
+from tests.waiting import wait_for
 from weight_sync.memory.staging import Staged
 
 WAIT_S = 60.0
 GROUP_SIZE = 4
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        time.sleep(0.01)
 
 
 @dataclass

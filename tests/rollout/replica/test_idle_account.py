@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from asyncrl.control.rows.metering import Meter
-from asyncrl.core.runtime.clock import ManualClock
 from rollout_service.engine.metered import BUSY, SWAP, MeteredEngine
 from rollout_service.replica.states import START, State, idle_cause
 from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.matching import score_digit_sort
-from tests.rollout.replica.replica_parts import open_stage, wait_for
+from tests.rollout.replica.replica_parts import open_stage
+from tests.runtimes import ManualClock
 from tests.statuses import statuses_of
+from tests.waiting import wait_for
 
 DIGIT_SORT = FunctionReward("digit_sort", score_digit_sort)
 

@@ -24,7 +24,6 @@ from asyncrl.core.service import ServiceContext
 from asyncrl.core.service_command import Drain
 from asyncrl.core.staleness import PolicyVersion, Span
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
-from rollout_service.data.sources import load_prompts
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.protocol import Completion, Interrupted, Sampling
 from rollout_service.engine.scripted.engine import ScriptedEngine, scripted_logprob
@@ -35,15 +34,16 @@ from rollout_service.sampling import carry
 from rollout_service.sampling.episode import SingleTurn
 from rollout_service.sampling.groups import GroupRunner, GroupSettings
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer
+from tests.rollout.data.files import load_prompts
 from tests.rollout.replica.replica_parts import (
     GROUP_SIZE,
     WAIT_S,
     HandFedReceiver,
     make_config,
     running,
-    wait_for,
     write_data,
 )
+from tests.waiting import wait_for
 from weight_sync.memory.staging import Staged
 
 HELD_AT = 3

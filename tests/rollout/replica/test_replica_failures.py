@@ -29,8 +29,9 @@ from rollout_service.replica.service import Replica
 from rollout_service.replica.states import State
 from rollout_service.tasks.digit_sort.vocabulary import EOS
 from tests.buffer.parts import make_group
-from tests.rollout.replica.replica_parts import Stage, open_stage, wait_for
+from tests.rollout.replica.replica_parts import Stage, open_stage
 from tests.rollout.replica.test_replica import DIGIT_SORT
+from tests.waiting import wait_for
 
 SETTINGS = ReplicaSettings(4, 60.0, 0.0)
 GRANT = LeaseGrant(3, 1, 0, 0, 0, 7, 60.0)

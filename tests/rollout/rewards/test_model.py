@@ -17,7 +17,7 @@ from rollout_service.rewards.score import RewardError
 from rollout_service.rewards.served.messages import ModelSettings
 from rollout_service.rewards.served.model import ModelReward
 from rollout_service.rewards.served.processes.model_process import Classifier
-from rollout_service.tasks.tiny_text.model import build_tokenizer
+from rollout_service.tasks.tiny_text import build_tokenizer
 from tests.rollout.rewards.judging import answer
 
 CHAT = Prompt(1, ({"role": "user", "content": "hello"},), "", "", {})

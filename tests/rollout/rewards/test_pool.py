@@ -18,8 +18,8 @@ from rollout_service.rewards.score import RewardError
 from rollout_service.rewards.served.pool import MODULE, PooledReward, plain_answer
 from rollout_service.rewards.served.processes.child import Child, ChildDied
 from rollout_service.rewards.total import TotalReward, Weighed
-from tests.rollout.replica.replica_parts import wait_for
 from tests.rollout.rewards.judging import answer, judge, reward_of, score_all, write
+from tests.waiting import wait_for
 
 NEVER_MATCHED = "a" * 40
 MISBEHAVING = """

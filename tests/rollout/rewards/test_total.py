@@ -30,8 +30,9 @@ from rollout_service.rewards.total import (
     Weighed,
 )
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
-from tests.rollout.replica.replica_parts import GROUP_SIZE, make_config, open_stage, wait_for, write_data
+from tests.rollout.replica.replica_parts import GROUP_SIZE, make_config, open_stage, write_data
 from tests.rollout.rewards.judging import answer, judge, reward_of, write
+from tests.waiting import wait_for
 
 
 def total_of(function: Callable[..., Any], max_error_rate: float = 1.0) -> TotalReward:

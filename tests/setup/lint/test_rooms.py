@@ -13,7 +13,7 @@ SHIPPED = ("asyncrl", "learner", "rollout_service", "weight_sync")
 MAX_ROOM_LINES, MAX_FILES, MIN_LINES = 9_000, 10, 60
 OVER_ROOM: dict[str, int] = {}
 OVER_FOLDER: dict[str, int] = {}
-ALONE = frozenset({"research", "tests/learner", "tests/system"})
+ALONE = frozenset({"tests/learner", "tests/system"})
 """Folders of folders, with one file besides: what their folders share."""
 SMALL = frozenset(
     {

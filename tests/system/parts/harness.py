@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import time
 import uuid
-from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
@@ -124,11 +122,3 @@ class Harness:
         process = self._processes[name]
         process.join(deadline_s)
         assert process.exitcode == wanted, f"{name} ended with {process.exitcode}\n{self.log(name)[-3000:]}"
-
-
-def wait_for(claim: Callable[[], bool], deadline_s: float = 60.0) -> None:
-    """Wait until `claim` holds."""
-    end = time.monotonic() + deadline_s
-    while not claim():
-        assert time.monotonic() < end, f"waited {deadline_s:g} s"
-        time.sleep(0.1)

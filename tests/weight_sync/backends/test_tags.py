@@ -102,8 +102,8 @@ class Ends:
         )
         receiver = TaggedTransport(GlooTransport(CLOCK, SECRET, store), SECRET)
         self._carriers = [
-            TransferExecutor(CLOCK, lambda backend: publisher),
-            TransferExecutor(CLOCK, lambda backend: receiver),
+            TransferExecutor(CLOCK, lambda: publisher),
+            TransferExecutor(CLOCK, lambda: receiver),
         ]
         group = Group(1, 0, 2, "127.0.0.1", store.port)
         order = TransferOrder(1, 1, group, frozenset({1}), WAIT_S)

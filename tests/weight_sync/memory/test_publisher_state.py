@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +15,6 @@ from weight_sync.memory.publisher_state import PublisherStateFile
 
 LAYOUT = plan([TensorSpec("w", "float32", (16,))], 4096)
 NUM_BYTES = LAYOUT.total_bytes
-
-
-@pytest.fixture
-def prefix() -> Iterator[str]:
-    made = f"asyncrl-{uuid.uuid4().hex[:8]}-publisher-"
-    yield made
-    segments.unlink_all(made)
 
 
 def commit(pool: SegmentPool, token: int, number: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,6 @@ def run_ranks(world_size: int, run: Callable[[ThreadMeeting], Any]) -> list[Any]
     for thread in threads:
         thread.join()
     return results
-
-
-@pytest.fixture
-def prefix() -> Iterator[str]:
-    name = f"asyncrl-{uuid.uuid4().hex[:8]}-"
-    yield name
-    segments.unlink_all(name)
 
 
 TENSORS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import uuid
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,13 +19,6 @@ from weight_sync.memory.staging import Staged, open_tensors
 from weight_sync.memory.staging_area import Copy, StagingArea
 
 PAGE = mmap.PAGESIZE
-
-
-@pytest.fixture
-def prefix() -> Iterator[str]:
-    name = f"asyncrl-{uuid.uuid4().hex[:8]}-"
-    yield name
-    segments.unlink_all(name)
 
 
 def make_manifest(number: int, num_floats: int = 16) -> Manifest:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,13 +18,6 @@ from weight_sync.memory.writer import GrowingPlace, MappedPlace, Mappings, Segme
 
 SHAPES = st.sampled_from([(), (1,), (0, 3), (7,), (5, 13), (64,), (33, 2, 2)])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64])
-
-
-@pytest.fixture
-def prefix() -> Iterator[str]:
-    name = f"asyncrl-{uuid.uuid4().hex[:8]}-"
-    yield name
-    segments.unlink_all(name)
 
 
 def make_tensors(specs: list[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:

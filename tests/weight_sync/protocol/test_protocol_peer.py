@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,6 +18,7 @@ from asyncrl.core.files.sync_records import BlameRecord, StartRecord
 from asyncrl.core.rpc import Client, Request, Server
 from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.threads import in_thread
+from tests.waiting import wait_for
 from tests.weight_sync.protocol.world import receiver_hello
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import (
@@ -207,13 +207,6 @@ def session(address: str, incarnation: str, heard: list[Instruction]) -> Iterato
         made.stop()
 
 
-def wait_until(is_true: Any) -> None:
-    end = time.monotonic() + WAIT_S
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def address_of(service: CoordinatorService) -> str:
     return str(service.status().address)
 
@@ -227,7 +220,7 @@ def test_a_coordinator_that_hears_of_a_newer_one_gives_no_more_orders():
             client.call("next_order", token=6, after=0, **who)
         with pytest.raises(FencedError):
             client.call("hello", token=0, started_ms=1, **INFO, **who)
-        wait_until(lambda: service.status().state == "FENCED")
+        wait_for(lambda: service.status().state == "FENCED")
         client.close()
 
 
@@ -236,12 +229,12 @@ def test_an_older_coordinator_that_gets_the_address_back_knows_from_its_peers_th
     with ExitStack() as stack:
         with coordinator(7, address) as first:
             peer = stack.enter_context(session(address, "1", []))
-            wait_until(lambda: "receiver.0" in first.status().members)
+            wait_for(lambda: "receiver.0" in first.status().members)
         with coordinator(3, address) as older:
-            wait_until(lambda: older.status().state == "FENCED")
+            wait_for(lambda: older.status().state == "FENCED")
             assert not older.status().members
         with coordinator(9, address) as newer:
-            wait_until(lambda: "receiver.0" in newer.status().members)
+            wait_for(lambda: "receiver.0" in newer.status().members)
             assert peer.counters["newer_coordinators"] == 1
 
 
@@ -254,9 +247,9 @@ def test_a_hello_that_is_read_behind_a_later_word_of_its_process_changes_nothing
         client.call("hello", **hello)
         client.call("report", event="loaded", fields={"number": 3, "ok": True, "error": ""}, seq=1, **who)
         assert client.call("hello", **hello).args["accepted"]
-        wait_until(lambda: [one.version for one in service.status().members.values()] == [3])
+        wait_for(lambda: [one.version for one in service.status().members.values()] == [3])
         client.call("hello", **{**hello, "seq": 2})
-        wait_until(lambda: service.status().members["receiver.0"].version == 0)
+        wait_for(lambda: service.status().members["receiver.0"].version == 0)
         client.close()
 
 
@@ -293,9 +286,9 @@ def test_a_peer_does_not_obey_an_older_coordinator_than_the_newest_it_has_heard(
     with ExitStack() as stack:
         with deaf_coordinator(7, address):
             peer = stack.enter_context(session(address, "1", heard))
-            wait_until(lambda: Commit(7) in heard)
+            wait_for(lambda: Commit(7) in heard)
         with deaf_coordinator(3, address):
-            wait_until(lambda: peer.counters["older_coordinators"] > 2)
+            wait_for(lambda: peer.counters["older_coordinators"] > 2)
     assert Commit(3) not in heard
 
 
@@ -306,7 +299,7 @@ def test_an_order_that_cannot_be_read_holds_up_none_behind_it(tmp_path):
         {"seq": 2, "kind": Commit.kind, "fields": {"number": "seven"}, "frame": -1},
     ]
     with deaf_coordinator(7, address, *unreadable), session(address, "1", heard) as peer:
-        wait_until(lambda: Commit(7) in heard)
+        wait_for(lambda: Commit(7) in heard)
         assert peer.counters["unreadable_orders"] >= 2
 
 
@@ -317,16 +310,16 @@ def test_a_peer_leaves_a_coordinator_that_was_stopped_for_the_one_that_took_its_
         stack.callback(stopped.close)
         stack.enter_context(session(address, "1", []))
         with coordinator(7, address) as newer:
-            wait_until(lambda: "receiver.0" in newer.status().members)
+            wait_for(lambda: "receiver.0" in newer.status().members)
 
 
 def test_a_process_whose_name_a_newer_one_has_taken_is_fenced_and_gets_no_orders():
     with coordinator(token=1) as service:
         address = address_of(service)
         with session(address, "old", old_heard := []) as old:
-            wait_until(lambda: "receiver.0" in service.status().members)
+            wait_for(lambda: "receiver.0" in service.status().members)
             with session(address, "new", []) as new:
-                wait_until(lambda: old.counters["hellos_refused"])
+                wait_for(lambda: old.counters["hellos_refused"])
                 assert old.is_fenced and not new.is_fenced
     assert set(old_heard) <= {Reset()}
 
@@ -344,7 +337,7 @@ def test_a_peer_that_cannot_introduce_itself_tries_again_whatever_the_error_was(
             ThreadRuntime(), address_of(service), "receiver.0", "1", introduce, lambda *_: None
         )
         made.start()
-        wait_until(lambda: "receiver.0" in service.status().members)
+        wait_for(lambda: "receiver.0" in service.status().members)
         assert made.counters["coordinator_unreachable"] == 3
         made.stop()
 
@@ -359,7 +352,7 @@ def test_a_hello_that_a_report_overtakes_is_said_again_with_what_has_changed():
         infos.append(receiver_hello("receiver.0", "1", attended=True, pinned=len(infos) == 1))
         if len(infos) == 2:
             made.report(Unpinned())  # after its state was read, and heard before its hello
-            wait_until(lambda: not is_pinned())
+            wait_for(lambda: not is_pinned())
         return Introduction(infos[-1])
 
     with coordinator(token=5) as service:
@@ -367,12 +360,12 @@ def test_a_hello_that_a_report_overtakes_is_said_again_with_what_has_changed():
             ThreadRuntime(), address_of(service), "receiver.0", "1", introduce, lambda *_: None
         )
         made.start()
-        wait_until(lambda: "receiver.0" in service.status().members)
+        wait_for(lambda: "receiver.0" in service.status().members)
         made.report(Pinned())
-        wait_until(is_pinned)
+        wait_for(is_pinned)
         made._must_say_hello.set()
-        wait_until(lambda: made.counters["hellos_outdated"] and not made._must_say_hello.is_set())
-        wait_until(lambda: made._session == 2)
+        wait_for(lambda: made.counters["hellos_outdated"] and not made._must_say_hello.is_set())
+        wait_for(lambda: made._session == 2)
         made.stop()
         assert len(infos) == 3 and not is_pinned()
 
@@ -380,14 +373,14 @@ def test_a_hello_that_a_report_overtakes_is_said_again_with_what_has_changed():
 def test_who_ends_in_order_has_retired_at_once():
     with coordinator(token=1) as service:
         with session(address_of(service), "1", []):
-            wait_until(lambda: "receiver.0" in service.status().members)
-        wait_until(lambda: service.status().members["receiver.0"].state == "RETIRED")
+            wait_for(lambda: "receiver.0" in service.status().members)
+        wait_for(lambda: service.status().members["receiver.0"].state == "RETIRED")
 
 
 def test_a_time_in_which_a_peer_did_not_run_is_no_silence_of_the_coordinator():
     with coordinator(token=1) as service:
         with session(address_of(service), "1", []) as peer:
-            wait_until(lambda: "receiver.0" in service.status().members)
+            wait_for(lambda: "receiver.0" in service.status().members)
             peer._look_at -= 60.0
             peer._heard_at -= 60.0
             assert peer.lost_for_s < 5.0

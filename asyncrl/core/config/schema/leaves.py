@@ -36,16 +36,6 @@ class Leaf:
     is_inner: bool = False
 
     @property
-    def name(self) -> str:
-        """The last word of the key."""
-        return self.key.rpartition(".")[2]
-
-    @property
-    def is_number(self) -> bool:
-        """Whether its value is a number, or numbers."""
-        return {int, float} & set(_plain_types(self.field.annotation)) != set()
-
-    @property
     def default(self) -> object:
         """The value without one, as it would be written; None too where one must be given."""
         if self.field.is_required():
@@ -94,10 +84,3 @@ def _is_many(annotation: object) -> bool:
     if get_origin(annotation) in (tuple, Mapping):
         return True
     return any(_is_many(part) for part in get_args(annotation))
-
-
-def _plain_types(annotation: object) -> Iterator[type]:
-    if isinstance(annotation, type):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _plain_types(part)

@@ -85,6 +85,14 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """The transport of weights, and the reason for it."""
+
+    backend: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """Resources of a run.
 
@@ -93,6 +101,7 @@ class Plan:
         ports: Listening addresses by name.
         memory: Demand for memory, part by part.
         in_flight: Most work that may be open at once.
+        weight_sync: Transport of weights.
         derived: Other values that follow from the configuration.
         shared_memory: Most shared memory of versions in transfer, if the model's size is known.
         not_checked: Skipped checks.
@@ -103,6 +112,7 @@ class Plan:
     ports: dict[str, str]
     memory: tuple[Part, ...]
     in_flight: InFlight
+    weight_sync: Choice
     derived: tuple[Derived, ...]
     shared_memory: SharedMemory | None
     not_checked: tuple[str, ...] = ()
@@ -154,11 +164,19 @@ def _check(config: Config, checks: Sequence[Callable[[Config], Iterator[str]]]) 
         ports=dict(_ports(config)),
         memory=tuple(count_nodes(config)),
         in_flight=derived.count_in_flight(config, max_group_bytes(config), replicas),
+        weight_sync=choose_backend(config),
         derived=tuple(derived.derive(config)),
         shared_memory=shared_memory.count(config, receivers),
         not_checked=tuple(find_unchecked(config)),
         notes=tuple(find_notes(config)),
     )
+
+
+def choose_backend(config: Config) -> Choice:
+    """Return how weights travel: over gloo, as NCCL is refused."""
+    is_set = config.weight_sync.backend == "gloo"
+    why = "publisher and receivers have no GPU, which NCCL would need"
+    return Choice("gloo", "weight_sync.backend says so" if is_set else why)
 
 
 def _place(config: Config, replicas: int) -> Iterator[Placement]:

@@ -19,8 +19,6 @@ from rollout_service.rewards.served.frames import ParentLink
 from rollout_service.rewards.served.messages import FunctionSettings, Judged, PlainAnswer
 from rollout_service.user_file import import_file
 
-BUILT_IN = ("math_verify", "format")
-
 
 @dataclass(frozen=True)
 class PlainTask:

@@ -83,10 +83,10 @@ def reads():
 def is_read(leaf, reads):
     if leaf.key in OTHERWISE:
         return OTHERWISE[leaf.key] in reads
-    word = leaf.key.split(".")[-2]
-    if any((owner, leaf.name) in reads for owner in (word, f"_{word}")):
+    *_, word, name = leaf.key.split(".")
+    if any((owner, name) in reads for owner in (word, f"_{word}")):
         return True
-    knowing = (names for owner in GENERIC for names in reads.get((owner, leaf.name), ()))
+    knowing = (names for owner in GENERIC for names in reads.get((owner, name), ()))
     return any(names & {word, leaf.section.__name__} for names in knowing)
 
 

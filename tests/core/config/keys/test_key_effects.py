@@ -33,7 +33,7 @@ from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.schema import walk
 from asyncrl.core.config.tree import Config
 from asyncrl.core.service import ServiceContext
-from asyncrl.planner.plan import checks, derived, machine
+from asyncrl.planner.plan import checks, choose_backend, derived, machine
 from asyncrl.planner.plan.footprint import estimate
 from asyncrl.planner.plan.footprint.memory import count_parts
 from asyncrl.planner.plan.footprint.sizes import count_tokens, estimate_activations
@@ -161,7 +161,7 @@ def plan(config: Config, folder: Path) -> Any:
     ports, problems = dict(estimate._ports(config)), list(checks.find_unchecked(config))
     activations = estimate_activations(config, ModelSize(2, 64, 4, 2, 16, 128, 256))
     sums = derived.derive(config), count_tokens(config), activations
-    return parts, sums, ports, problems
+    return parts, sums, ports, problems, choose_backend(config)
 
 
 def sinks(config: Config, folder: Path) -> Any:
@@ -180,7 +180,7 @@ def sync(config: Config, folder: Path) -> Any:
     )
     service._server.close()
     state = service._coordination._state
-    return state.timing, state.parallelism, state.backend, state.uses_delta
+    return state.timing, state.parallelism, state.uses_delta
 
 
 def leader(config: Config, folder: Path) -> Any:
@@ -327,7 +327,7 @@ EFFECTS: tuple[tuple[str, Look, Any, Changes], ...] = (
     ("learner.recompute", plan, "full", {}),
     ("learner.offload", plan, True, GPUS),
     ("learner.steps", rates, 100, {"learner.lr_schedule": "cosine"}),
-    ("weight_sync.backend", sync, "gloo", GPUS),
+    ("weight_sync.backend", plan, "gloo", GPUS),
     ("weight_sync.parallelism", sync, 3, {}),
     ("weight_sync.deadline_s", sync, 9.0, {}),
     ("weight_sync.encoding", sync, "delta", {}),

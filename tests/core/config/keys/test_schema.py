@@ -29,6 +29,22 @@ def schema():
     return json_schema()
 
 
+def name_of(leaf):
+    return leaf.key.rpartition(".")[2]
+
+
+def is_number(leaf):
+    """Tell whether its value is a number, or numbers."""
+    return bool({int, float} & set(plain_types(leaf.field.annotation)))
+
+
+def plain_types(annotation):
+    if isinstance(annotation, type):
+        yield annotation
+    for part in get_args(annotation):
+        yield from plain_types(part)
+
+
 def examples_of(leaf):
     """Return values that a person may write there: those of the note, each word of a choice, the default."""
     words = [word for word in get_args(leaf.field.annotation) if isinstance(word, str)]
@@ -44,9 +60,9 @@ def test_the_parts_of_a_note():
 def test_every_key_is_explained_and_every_number_has_a_unit():
     assert [key for key, leaf in LEAVES.items() if leaf.note is None] == []
     inner = {"guard.limits.*.max", "guard.limits.*.min"}  # in the unit of the metric
-    numbers = {key for key, leaf in LEAVES.items() if leaf.is_number and leaf.default != ""}
+    numbers = {key for key, leaf in LEAVES.items() if is_number(leaf) and leaf.default != ""}
     assert [key for key in numbers - inner - {"format"} if not LEAVES[key].note.unit] == []
-    texts = [key for key, leaf in LEAVES.items() if not leaf.is_number and leaf.note.unit]
+    texts = [key for key, leaf in LEAVES.items() if not is_number(leaf) and leaf.note.unit]
     assert texts == []
 
 
@@ -54,7 +70,7 @@ def test_a_unit_agrees_with_that_in_the_name():
     suffixes = {"_s": "s", "_bytes": "bytes", "_tokens": "tokens", "_steps": "steps", "_tflops": "TFLOP/s"}
     for key, leaf in LEAVES.items():
         for suffix, unit in suffixes.items():
-            if leaf.name.endswith(suffix) and key != "rollout.response_tokens":
+            if name_of(leaf).endswith(suffix) and key != "rollout.response_tokens":
                 assert leaf.note.unit == unit, key
 
 
@@ -70,7 +86,7 @@ def test_every_key_has_an_example_and_every_example_is_taken(key):
     values = examples_of(leaf)
     assert values
     siblings = {
-        other.name: examples_of(other)[0]
+        name_of(other): examples_of(other)[0]
         for other in LEAVES.values()
         if other.section is leaf.section and other.field.is_required()
     }
@@ -82,7 +98,7 @@ def test_every_key_has_an_example_and_every_example_is_taken(key):
         if value is None and leaf.section.__name__ == "LimitSection":
             continue  # one of them must be set
         try:
-            leaf.section.model_validate_json(json.dumps(siblings | {leaf.name: value}), strict=True)
+            leaf.section.model_validate_json(json.dumps(siblings | {name_of(leaf): value}), strict=True)
         except ValidationError as error:
             pytest.fail(f"{key}: {value}: {error}")
 

@@ -16,19 +16,16 @@ from typing import Any
 
 import torch
 
-from asyncrl.cli.run import start as run
 from asyncrl.core.config.load import load_config
-from asyncrl.core.errors import ServiceFailed
+from benchmarks.fleet.parts.whole_run import run_to_end
 from benchmarks.learner.inputs import save_qwen3
 from configs import shipped
 from learner.checkpoint.reader import StateReader
 from learner.checkpoint.store import CheckpointStore
 from learner.numerics.precision import DTYPES
-from research.staleness.through_up import await_end
 from rollout_service.tasks.digit_sort.folder import make_folder
 from rollout_service.tasks.digit_sort.vocabulary import VOCABULARY, build_tokenizer
 
-STOP_DEADLINE_S = 60.0
 REWARD = '''
 def share_of_digits(response, ground_truth):
     """Return the share of places that hold the right digit: a model of random weights can learn from it."""
@@ -66,15 +63,8 @@ def measure(learning_run: LearningRun, say: Callable[[str], None]) -> dict[str, 
         task = make_folder(Path(scratch) / "task")
         model = task if learning_run.model == "demo" else save_large(Path(scratch) / "model")
         config = load_config(shipped()["quickstart"], settings_of(learning_run, task, model, Path(scratch)))
-        handle = run.start(config, say)
-        try:
-            await_end(handle)
-        finally:
-            handle.stop(STOP_DEADLINE_S)
-        outcome = handle.result()
-        if outcome.state != "finished":
-            raise ServiceFailed(f"the run is {outcome.state}: {outcome.error}")
-        store = CheckpointStore(handle.folder.path / "checkpoints", learning_run.num_steps + 1, 1)
+        folder = run_to_end(config, say)
+        store = CheckpointStore(folder.path / "checkpoints", learning_run.num_steps + 1, 1)
         dtype = DTYPES[learning_run.dtype]
         shares = [share_changed(old, new, dtype) for old, new in pairwise(read_versions(store))]
         num_elements = sum(shape.numel() for shape in _shapes(store))

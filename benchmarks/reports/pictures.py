@@ -10,8 +10,8 @@ from pathlib import Path
 
 from asyncrl.core.errors import DataError
 from benchmarks.harness.options import writable
-from benchmarks.harness.plots import draw
 from benchmarks.harness.rows import Row, RowFile
+from benchmarks.reports.plots import draw
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         file = RowFile.taken_here(command_of("all", arguments), rows, {"verdicts": verdicts})
         file.write(given.json)
     if given.plot is not None:
-        from benchmarks.harness.plots import draw
+        from benchmarks.reports.plots import draw
 
         for sentence in draw(rows, given.plot):
             print(sentence, file=sys.stderr)

@@ -1,13 +1,13 @@
 """Cost and saving of differences between versions, and the share of the weights that changes in a step.
 
-    python -m research.delta [--quick] [--json FILE] [--check] [--through-up]
+    python -m research.delta.study [--quick] [--json FILE] [--check] [--through-up]
 
 First table: bfloat16 weights of which a share of the elements changed, anywhere; encoding and applying
 against sending all of the bytes over bare gloo to one receiver in the same run. `break_even_mb_per_s` is
 the rate of a network below which the difference arrives first. Second table: the share of elements whose
 bits change from one published version to the next: Megatron's learner and AdamW, one update per step, on
 made-up trajectories with random rewards; a model with the demo's shape and one of 25 M parameters.
-`--through-up` measures the second table in real runs instead (weight_sync_peers/learning_runs.py), minutes.
+`--through-up` measures the second table in real runs instead (`learning_runs`), minutes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.experience import Group
 from benchmarks.harness.options import Verdict, judge, make_parser, report
 from benchmarks.learner.inputs import make_trajectory, save_qwen3
-from benchmarks.weight_sync.peers import learning_runs
 from benchmarks.weight_sync.peers.gloo import BUCKETED, BareGroup
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, build_batch
 from learner.megatron.backend import MegatronBackend
+from research.delta import learning_runs
 from weight_sync.encoding.choice import choose
 from weight_sync.encoding.sparse import Bytes, decode
 
@@ -213,7 +213,7 @@ def measure_models(names: Sequence[str]) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = make_parser("research.delta", __doc__, "16 MB, the demo's model only")
+    parser = make_parser("research.delta.study", __doc__, "16 MB, the demo's model only")
     parser.add_argument("--through-up", action="store_true", help="real runs instead of made-up ones")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness.ratios import Ratio
 from benchmarks.harness.rows import Row, unwritable
+from benchmarks.reports.ratios import Ratio
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,7 +2,7 @@
 
 Reads files of rows, `metrics.jsonl` of a run, and the lines that verl's console logger prints
 (`step:N - name:value - …`), so that a run can be held against one of verl. Owns the rule for noise: two
-medians differ only if they do by more than the noise of both (`rows.noise_of_median`, at 95 %), added in
+medians differ only if they do by more than the noise of both (`ratios.noise_of_median`, at 95 %), added in
 quadrature; of many values without a difference about one in twenty is still reported to differ. With fewer
 than four samples, or an unknown count, noise is not estimated and the row says so. The rule assumes
 independent samples: autocorrelated steps vary more than estimated, and steps of one run do not show
@@ -24,9 +24,9 @@ from pathlib import Path
 from asyncrl.control.rows.row_files import lines_of, older_files
 from asyncrl.core.errors import DataError
 from benchmarks.harness.options import writable
-from benchmarks.harness.plots import draw_ratios
-from benchmarks.harness.ratios import Ratio
-from benchmarks.harness.rows import MIN_SAMPLES, Row, RowFile, noise_of_median
+from benchmarks.harness.rows import Row, RowFile
+from benchmarks.reports.plots import draw_ratios
+from benchmarks.reports.ratios import MIN_SAMPLES, Ratio, noise_of_median
 
 RUN = "run"
 """Benchmark name of a log: it becomes one row, with its steps as samples."""

@@ -1,6 +1,6 @@
 """`docs/benchmarks.md`: texts written by hand, and tables made of the stored rows.
 
-    python -m benchmarks.harness.page > docs/benchmarks.md
+    python -m benchmarks.reports.page > docs/benchmarks.md
 
 Owns the form of the page. The texts lie in `benchmarks/results/texts`, in the order of their names; a line
 `<!-- rows: FILE | bench: NAME | case: a, b | values: x, y | where: part=rows -->` in one of them is replaced
