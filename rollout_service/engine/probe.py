@@ -19,7 +19,8 @@ from functools import partial
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from asyncrl.core.errors import SyncError
 from rollout_service.engine.vllm.objects import AttentionLayer, ScoringModel
@@ -27,6 +28,8 @@ from weight_sync.memory.agreement import TOLERANCES, find_disagreement, is_check
 from weight_sync.memory.manifest import Probe
 
 Row = tuple[int, ...]
+COVERED = (Attention, ChunkedLocalAttention)
+"""Kinds of attention that do the same as plain attention with a row of a probe, shorter than any window."""
 
 
 class ProbeCheck:
@@ -119,8 +122,10 @@ def plain_attention(model: ScoringModel, row_tokens: int) -> Iterator[None]:
     attend = partial(_attend, row_tokens)
     with ExitStack() as undo:
         for name, layer in model.named_modules():
-            if not isinstance(layer, Attention):
+            if not isinstance(layer, AttentionLayerBase):
                 continue
+            if type(layer) not in COVERED:  # its forward would run without what it needs, and say nothing
+                raise _uncovered(name, f"of the kind {type(layer).__name__}")
             impl = layer.impl
             _check_layer(name, layer)
             impl.forward = attend
@@ -138,10 +143,12 @@ def _check_layer(name: str, layer: AttentionLayer) -> None:
     if layer.attn_type != "decoder":
         unknown.append(f"attn_type {layer.attn_type}")
     if unknown:
-        raise SyncError(
-            f"the probe cannot run the attention of '{name}', which has {', '.join(unknown)}",
-            hint="Set weight_sync.probe_every: 0",
-        )
+        raise _uncovered(name, f"which has {', '.join(unknown)}")
+
+
+def _uncovered(name: str, why: str) -> SyncError:
+    hint = "Set weight_sync.probe_every: 0"
+    return SyncError(f"the probe cannot run the attention of '{name}', {why}", hint=hint)
 
 
 def _attend(

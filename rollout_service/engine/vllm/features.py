@@ -86,6 +86,8 @@ NEEDED = (
     Feature("vllm.distributed.parallel_state", "get_world_group"),
     Feature("vllm.forward_context", "set_forward_context", ("attn_metadata", "vllm_config", "num_tokens")),
     Feature(f"{LAYERS}.attention", "Attention"),
+    Feature(f"{LAYERS}.attention", "ChunkedLocalAttention"),
+    Feature(f"{LAYERS}.attention_layer_base", "AttentionLayerBase"),
 )
 
 

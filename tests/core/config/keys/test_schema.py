@@ -118,7 +118,7 @@ def test_the_page_of_all_keys_is_current():
 def test_the_schema_describes_every_key_with_unit_default_and_examples(schema):
     jsonschema.Draft7Validator.check_schema(schema)
     parts = schema["definitions"]
-    found = [spec for part in [schema, *parts.values()] for spec in part["properties"].values()]
+    found = [spec for part in [schema, *parts.values()] for spec in part.get("properties", {}).values()]
     assert [spec for spec in found if not spec.get("description")] == []
     assert parts["LearnerSection"]["properties"]["lr"] == {
         "default": 1e-06,
