@@ -1,9 +1,10 @@
-"""Waiting for another thread or process: by a deadline, never for ever."""
+"""Waiting for another thread or process, by a deadline, and telling one by a file."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 POLL_S = 0.01
 
@@ -14,3 +15,10 @@ def wait_for(claim: Callable[[], object], what: str = "it", deadline_s: float = 
     while not claim():
         assert time.monotonic() < end, f"waited {deadline_s:g} s for {what}"
         time.sleep(POLL_S)
+
+
+def tell(file: Path, text: str) -> None:
+    """Let `file` appear with its text: who waits for it never reads half of it."""
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(text)
+    new.rename(file)

@@ -48,7 +48,7 @@ from asyncrl.core.states import RunState
 from tests.control.supervisor.test_supervisor import make_config
 from tests.statuses import status_of, statuses_of, told_by
 from tests.threads import RUNTIME
-from tests.waiting import wait_for
+from tests.waiting import tell, wait_for
 
 CORE = ["buffer.0", "weight_sync.0", "learner.0", "publisher.0"]
 
@@ -479,7 +479,7 @@ def test_a_stop_whose_checkpoint_could_not_be_written_is_a_failure_that_is_said_
     tmp_path: Path, learner: str
 ) -> None:
     supervisor, launcher = make_supervised(tmp_path, learner)
-    (tmp_path / "may-save").write_text("no space left on device")
+    tell(tmp_path / "may-save", "no space left on device")
     stop = threading.Event()
     thread = threading.Thread(target=supervisor.run, args=(stop,))
     thread.start()

@@ -12,7 +12,7 @@ from asyncrl.control.api import operations as api
 from tests.control.supervisor.test_repair import REPLACE, make_supervised, read_outcome, supervise_again
 from tests.control.supervisor.test_supervisor import make_supervisor, start
 from tests.statuses import told_by
-from tests.waiting import wait_for
+from tests.waiting import tell, wait_for
 
 
 def test_a_learner_that_has_trained_nothing_is_not_waited_for(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_step_that_was_done_since_the_last_look_is_saved(
     wait_for(lambda: supervisor.lifecycle.state == "running")
     launcher.service("learner.0").step = 1
     supervisor.operations.perform(api.Stop())
-    (tmp_path / "may-save").write_text("there is no room")
+    tell(tmp_path / "may-save", "there is no room")
     thread.join(120.0)
     assert "there is no room" in read_outcome(tmp_path)["error"], "it was waited for"
 
@@ -70,7 +70,7 @@ def test_what_keeps_the_last_checkpoint_from_being_written_is_told(tmp_path: Pat
     try:
         wait_for(lambda: bool(told_by(supervisor)["obstacles"]))
     finally:
-        (tmp_path / "may-save").write_text("the buffer does not answer")
+        tell(tmp_path / "may-save", "the buffer does not answer")
         thread.join(120.0)
     error = read_outcome(tmp_path)["error"]
     assert "the buffer does not answer (Redis at localhost:1 is away: Connection refused); it wrote" in error
