@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import wait_for
 from tools import test_all
 
 TEST = """
@@ -75,6 +76,7 @@ def test_a_part_that_is_ended_leaves_no_process_in_a_session_of_its_own() -> Non
     left = subprocess.Popen(["sleep", "600"], env=marked, start_new_session=True)
     other = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
+        wait_for(lambda: b"of-this-test" in Path(f"/proc/{left.pid}/environ").read_bytes(), "its exec to end")
         test_all.end_marked("of-this-test")
         assert left.wait(60.0) == -signal.SIGKILL
         assert other.poll() is None, "it is of another session"
