@@ -311,5 +311,5 @@ def test_the_command_writes_the_trace_where_it_is_told_and_says_where(tmp_path: 
 def test_a_run_without_a_journal_has_a_trace_of_its_learner(tmp_path: Path):
     make_run(tmp_path / "told", journal="none")
     answer = ask(tmp_path, "told", "--json")
-    assert "without groups" in answer.stderr
+    assert "without group spans" in answer.stderr
     assert "learner.0" in check_trace(json.loads(answer.stdout))
