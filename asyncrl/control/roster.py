@@ -26,7 +26,7 @@ class ServiceSpec:
         log_path: Its log file.
         cpus: CPU share that Ray reserves.
         gpus: GPUs that Ray reserves.
-        environment: Set before the process imports anything.
+        environment: Variables set before the process imports anything, see `variables`.
         node: Ray's id of the node that it must run on; empty leaves that to Ray.
     """
 
@@ -41,6 +41,11 @@ class ServiceSpec:
     @property
     def name(self) -> str:
         return self.context.name
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Return its environment. Without a GPU it sees none: Ray would show it all GPUs of its node."""
+        return {**self.environment, **({} if self.gpus else {"CUDA_VISIBLE_DEVICES": ""})}
 
 
 if TYPE_CHECKING:
@@ -57,8 +62,6 @@ FACTORIES = {
 
 MAX_REPLICAS = 64
 """Replica indices with an address known from the start."""
-WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-"""Ray shows a service that asks for no GPU all of its node."""
 LEARNER_ON_GPU = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """Packed rows have another shape in each microbatch, and blocks of fixed size would fragment."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -128,10 +131,10 @@ class Roster:
         )
 
     def _environment(self, kind: str, section: LearnerSection | RolloutSection | None) -> dict[str, str]:
-        """Return the environment of a service's process; without a GPU of its own, no GPU is visible."""
+        """Return the variables of a service's process."""
         found = dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
         if section is None or not section.gpus:
-            return {**found, **WITHOUT_GPU}
+            return found
         found["OMP_NUM_THREADS"] = str(max(1, int(section.cpus)))
         if kind != "learner":
             return found

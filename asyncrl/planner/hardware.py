@@ -91,6 +91,7 @@ def assume_rates(config: Config, size: ModelSize, kind: str, mean_tokens: float)
         checkpoint_write_s=saved_bytes / num_ranks / WRITE_BYTES_PER_S,
         publish_s=model_bytes / PUBLISH_BYTES_PER_S,
         transfer_s=model_bytes / TRANSFER_BYTES_PER_S,
+        version_bytes=float(model_bytes),
         swap_s=SWAP_S + model_bytes / num_gpus / SWAP_BYTES_PER_S,
         start_s=REPLICA_START_S,
         source=f"{kind}, {ASSUMED}",

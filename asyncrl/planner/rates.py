@@ -27,6 +27,7 @@ class Rates:
         part_s: More, for every part but the last of a batch that comes in parts.
         publish_s: The learner stands still for it with every version.
         transfer_s: Of a version to all receivers of a round. swap_s: A replica stands still to load one.
+        version_bytes: Size of a version, by which deadlines of weight sync grow; 0 where it is unknown.
         checkpoint_s: The learner stands still for it with every checkpoint, while its state is copied to the
             host; checkpoint_write_s: from there until it is written, beside training.
         buffer_op_s: Of the buffer's one thread, per request.
@@ -44,6 +45,7 @@ class Rates:
     publish_s: float = 0.01
     transfer_s: float = 0.1
     swap_s: float = 0.05
+    version_bytes: float = 0.0
     checkpoint_s: float = 0.0
     checkpoint_write_s: float = 0.0
     buffer_op_s: float = 5e-5

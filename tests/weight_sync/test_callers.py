@@ -13,7 +13,10 @@ from asyncrl.core.errors import WireError
 from asyncrl.core.files.sync_records import BlameRecord, LoadFailureRecord
 from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.staleness import PolicyVersion
 from tests.weight_sync.protocol.test_protocol_peer import INFO, TIMING, WAIT_S
+from tests.weight_sync.protocol.test_turns import Asked, serving
+from tests.weight_sync.sides import manifest_of
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import JOURNAL_FILE, MAX_BYTES, Journal
 from weight_sync.protocol.messages import MAX_TEXT
@@ -76,6 +79,19 @@ def test_a_publisher_whose_name_or_address_is_none_is_refused(
     with pytest.raises(WireError):
         client.call("publisher_hello", deadline_s=30.0, **PUBLISHER | changes)
     assert client.call("publisher_hello", deadline_s=30.0, **PUBLISHER).args["accepted"]
+
+
+def test_deadlines_know_the_size_of_a_version_by_a_hello_and_by_a_report(tmp_path: Path) -> None:
+    size = manifest_of(1).total_bytes
+    reported = {"name": "publisher", "incarnation": "1", "event": "published", "fields": {}}
+    with serving(tmp_path) as (service, coordination, _):
+        for number, operation, said in ((1, "publisher_hello", PUBLISHER), (2, "report", reported)):
+            asked = Asked(operation, **said)
+            asked.frames = [manifest_of(number).to_bytes()]
+            coordination._state.num_bytes = 0
+            service.handle(asked)
+            assert coordination.current == PolicyVersion(number, number), operation
+            assert coordination._state.num_bytes == size > 0, operation
 
 
 @pytest.mark.parametrize("name", ["serving", "staged", "attended", "pinned", "store_host", "store_port"])

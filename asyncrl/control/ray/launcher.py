@@ -96,7 +96,7 @@ class RayLauncher:
         from asyncrl.control.ray.host import ServiceHost
 
         marks = {RUN_VARIABLE: spec.context.run_id, SERVICE_VARIABLE: spec.name}
-        environment = {"OMP_NUM_THREADS": "1", **marks, **spec.environment}
+        environment = {"OMP_NUM_THREADS": "1", **marks, **spec.variables}
         environment |= {NODE_VARIABLE: spec.node} if spec.node else {}
         remote = ray.remote(ServiceHost).options(
             name=spec.name,

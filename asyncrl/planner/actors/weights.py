@@ -61,7 +61,7 @@ class CoordinatorActor(Actor):
         name = args["name"]
         self.coordination.seen(name, src, self.world.now)
         given = (name, *args["given"]) if name != PUBLISHER else args["given"]
-        getattr(self.coordination, args["method"])(*given, now=self.world.now)
+        getattr(self.coordination, args["method"])(*given, now=self.world.now, **args["named"])
         self._post()
 
     def _tick(self) -> None:
@@ -126,7 +126,8 @@ class PublisherActor(Actor):
         slot.number, slot.is_writing = args["number"], False
         self._slots.current = slot
         self.world.note("published", number=slot.number)
-        self._report("published", PolicyVersion(slot.number, args["step"]))
+        version, num_bytes = PolicyVersion(slot.number, args["step"]), int(self._rates.version_bytes)
+        self._report("published", version, num_bytes=num_bytes)
         self.answer(src, call)
 
     def on_order(self, src: str, args: Args, call: int) -> None:
@@ -180,8 +181,8 @@ class PublisherActor(Actor):
     def _poll(self) -> None:
         self.call(COORDINATOR_NAME, "poll", {"name": PUBLISHER}, lambda _: None)
 
-    def _report(self, method: str, *given: object) -> None:
-        self.tell(COORDINATOR_NAME, "event", name=PUBLISHER, method=method, given=given)
+    def _report(self, method: str, *given: object, **named: object) -> None:
+        self.tell(COORDINATOR_NAME, "event", name=PUBLISHER, method=method, given=given, named=named)
 
 
 @dataclass(frozen=True)
@@ -326,4 +327,4 @@ class ReceiverActor(Actor):
                 self.tell(replica, "fence", is_fenced=self._is_fenced)
 
     def _report(self, method: str, *given: object) -> None:
-        self.tell(COORDINATOR_NAME, "event", name=self.name, method=method, given=given)
+        self.tell(COORDINATOR_NAME, "event", name=self.name, method=method, given=given, named={})

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.control.ray import head
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.roster import FACTORIES, SERVERS, Roster
+from asyncrl.control.roster import FACTORIES, SERVERS, Roster, ServiceSpec
 from asyncrl.core.config.load import dump_resolved, load_config
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import AsyncrlError, ConfigError
@@ -162,16 +162,22 @@ ON_GPUS = {"learner": {"gpus": 1, "cpus": 4.5}, "rollout": {"gpus": 1, "cpus": 2
 def test_a_service_that_has_no_gpu_in_the_plan_sees_none(kind: str) -> None:
     """Ray shows an actor that asks for none every GPU of its node."""
     roster = replace(make_roster(), config=Config(**SECTIONS, **ON_GPUS))
-    assert roster.spec(f"{kind}.0").environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert roster.spec(f"{kind}.0").variables["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_supervisor_whose_specification_the_head_makes_sees_no_gpu() -> None:
+    context = make_roster().spec("buffer.0").context
+    spec = ServiceSpec("module:function", replace(context, name="supervisor.0"), "log")
+    assert spec.variables == {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.mark.parametrize("section", ["learner", "rollout"])
 def test_a_learner_and_a_replica_see_the_gpus_that_they_ask_for(section: str) -> None:
     """And compute copies and digests on as many threads as they have cores."""
-    with_gpu = replace(make_roster(), config=Config(**SECTIONS, **ON_GPUS)).spec(f"{section}.0").environment
+    with_gpu = replace(make_roster(), config=Config(**SECTIONS, **ON_GPUS)).spec(f"{section}.0").variables
     assert "CUDA_VISIBLE_DEVICES" not in with_gpu
     assert with_gpu["OMP_NUM_THREADS"] == {"learner": "4", "rollout": "2"}[section]
-    without = replace(make_roster(), config=Config(**SECTIONS)).spec(f"{section}.0").environment
+    without = replace(make_roster(), config=Config(**SECTIONS)).spec(f"{section}.0").variables
     assert without["CUDA_VISIBLE_DEVICES"] == "" and "OMP_NUM_THREADS" not in without
 
 

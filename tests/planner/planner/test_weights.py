@@ -91,6 +91,15 @@ def test_the_sync_of_a_simulation_is_what_its_rows_measure() -> None:
     assert found.spread_s > found.sync_s + 2 * RATES.swap_s, "the swaps of four, one after another"
 
 
+@pytest.mark.parametrize(("version_bytes", "is_served"), [(65.5e9, True), (0.0, False)])
+def test_deadlines_of_a_simulation_grow_with_a_versions_bytes(version_bytes: float, is_served: bool) -> None:
+    """Qwen3-32B over gloo: 95 s on its way, 22 s to load; `weight_sync.deadline_s` is 60."""
+    large = replace(RATES, transfer_s=95.0, swap_s=22.0, version_bytes=version_bytes)
+    simulation = Simulation(make_setting("learner.minibatches=1"), large, 0, 2)
+    simulation.run(until_s=1200.0)
+    assert bool(simulation.watch.records) is is_served
+
+
 def run_crowded(*settings: str) -> tuple[Simulation, Callable[[], None]]:
     """Return a run in whose publisher transfers hang from the first version on, and what ends them."""
     simulation = Simulation(make_setting("learner.minibatches=1", *settings), RATES, 0, 12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from asyncrl.core.runtime.faults import VARIABLE
 from asyncrl.core.staleness import PolicyVersion, Span
 from rollout_service.data.prompts import Prompt, TokenizedPrompt
 from rollout_service.engine.protocol import Completion, Interrupted, Sampling
+from rollout_service.engine.vllm import engine as vllm_engine
 from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings, _start_async_llm
 from rollout_service.rewards.score import Answer, Score
 from rollout_service.sampling.episode import SingleTurn
@@ -535,3 +537,33 @@ def test_a_pause_that_outlasts_its_deadline_is_taken_back(running: Running, monk
     assert not running.loop.call(llm.is_paused())
     assert running.engine.is_loaded
     running.check_logprobs(_generate_at(running, served))
+
+
+class SlowClient:
+    """A vLLM whose load takes a fifth of a second; it answers all else at once."""
+
+    errored = False
+
+    async def start_weight_update(self) -> None: ...
+
+    async def update_weights(self, update: object) -> None:
+        await asyncio.sleep(0.2)
+
+    async def collective_rpc(self, method: str) -> list[str]:
+        return [""]
+
+    async def finish_weight_update(self) -> None: ...
+
+
+@pytest.mark.parametrize(("num_bytes", "is_loaded"), [(10_000, True), (0, False)])
+def test_a_load_has_time_for_its_bytes(
+    num_bytes: int, is_loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "CONTROL_DEADLINE_S", 0.05)
+    monkeypatch.setattr(vllm_engine, "LOAD_BYTES_PER_S", 1000.0)
+    engine: Any = VllmEngine(VllmSettings("nowhere", "float32", 16, 1, 1 << 20))
+    engine._llm = SlowClient()
+    load = engine._load(3, object(), num_bytes)
+    in_time = nullcontext() if is_loaded else pytest.raises(EngineError, match=r"version 3 within 0\.05 s")
+    with in_time:
+        asyncio.run(load)
