@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from asyncrl.buffer.audit.account import AccountReport, Moment, TimedEvent, describe_account, trace_ticket
+from asyncrl.buffer.audit.account import AccountReport, TimedEvent, describe_account
 from asyncrl.buffer.audit.recount import Account, Finding, Recount
 from asyncrl.buffer.composition import ledger_settings
 from asyncrl.buffer.journals.kind import Scan, journal_kind
@@ -19,7 +19,6 @@ from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.core.config.load import find_run_folder, load_resolved
 from asyncrl.core.config.tree import Config
-from asyncrl.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -86,22 +85,6 @@ def inspect_account(run: str, runs_dir: str) -> AccountReport:
     """Return the account of a run, see `describe_account`."""
     past = open_past(run, runs_dir)
     return describe_account(past.events(), past.config.staleness.max_lag, past.start())
-
-
-def inspect_ticket(run: str, runs_dir: str, number: int) -> list[Moment]:
-    """Return the history of one ticket.
-
-    Raises:
-        ConfigError: The journal does not know it.
-    """
-    past = open_past(run, runs_dir)
-    moments = trace_ticket(past.events(), number, None if past.scan.snapshot is None else past.start())
-    if not moments:
-        raise ConfigError(
-            f"the journal of run '{run}' does not know ticket {number}",
-            hint="Tickets count from 1; 'asyncrl inspect account' says how many were issued",
-        )
-    return moments
 
 
 class Verdict(TypedDict):

@@ -1,4 +1,4 @@
-"""The journal in files: events in SQLite (write-ahead log), payloads in segments.
+"""The journal in files: events in SQLite, payloads in segments.
 
 Owns one folder. All events are kept, so that the whole past can be checked afterwards; snapshots only
 spare a restart the way through them. Invariant: what was committed survives the end of the process
@@ -12,7 +12,6 @@ memory and written again, and nobody is answered before it is.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import logging
@@ -20,7 +19,6 @@ import math
 import os
 import shutil
 import sqlite3
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -31,16 +29,13 @@ from asyncrl.buffer.journals.journal import (
     Need,
     Recovery,
     Turn,
-    pack_snapshot,
     pack_turn,
-    unpack_snapshot,
-    unpack_turn,
 )
 from asyncrl.buffer.journals.segments import SEGMENT_BYTES, SegmentFolder
+from asyncrl.buffer.journals.turn_database import BLOCK_TURNS, EVENTS, TurnDatabase
 from asyncrl.buffer.ledger.events import Checkpointed, Event
-from asyncrl.core.errors import CheckpointError, ConfigError, NoJournal
+from asyncrl.core.errors import ConfigError
 from asyncrl.core.obstacle import Cause, Obstacle
-from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.service_status import FileJournalStatus
@@ -49,19 +44,11 @@ from asyncrl.core.wire import Frame
 log = logging.getLogger(__name__)
 
 _SYNCHRONOUS = {"everysec": "NORMAL", "always": "FULL", "never": "OFF"}
-_KEPT_SNAPSHOTS = 2
-_TABLES = """
-CREATE TABLE IF NOT EXISTS turns (id INTEGER PRIMARY KEY, digest TEXT, data BLOB, time_s REAL);
-CREATE TABLE IF NOT EXISTS snapshots (turn INTEGER PRIMARY KEY, digest TEXT, data BLOB);
-"""
-FORMAT = 2
-"""Of the database, as its `user_version`. 1, which had no number, may lack the time of a turn."""
 LITTLE_BYTES = 1 << 20
 RETRY_S = 1.0
 """Between two tries to write to a disk that takes nothing."""
 SLOW_S = 5.0
 """Time that one write may take before it is reported."""
-EVENTS = "events.sqlite"
 
 
 class NotSynced(OSError):
@@ -86,6 +73,7 @@ class FileJournal:
         fsync: Fsync = "everysec",
         segment_bytes: int = SEGMENT_BYTES,
         events_per_snapshot: int = EVENTS_PER_SNAPSHOT,
+        block_turns: int = BLOCK_TURNS,
         sync: Callable[[int], None] | None = None,
         runtime: Runtime | None = None,
     ) -> None:
@@ -98,7 +86,7 @@ class FileJournal:
         self._has_new_payload = False
         self._has_checkpoint = False
         self._lock = _take_lock(folder / "lock")
-        self._database = _open_database(folder / EVENTS, _SYNCHRONOUS[fsync])
+        self._database = TurnDatabase(folder / EVENTS, _SYNCHRONOUS[fsync], block_turns)
         self._segments = SegmentFolder(folder / "payloads", segment_bytes, sync, fsync == "everysec")
         self._deletable: list[int] = []
         self.counters = self._segments.counters
@@ -121,7 +109,7 @@ class FileJournal:
         Raises:
             CheckpointError: A row's checksum does not fit, or the database is malformed.
         """
-        turn, values = _newest_snapshot(self._database, self.counters)
+        turn, values = self._database.newest_snapshot(self.counters)
         events = [event for row in self.turns(turn) for event in row.events]
         self._num_new_events = len(events)
         return Recovery(values, events)
@@ -141,7 +129,7 @@ class FileJournal:
         Raises:
             CheckpointError: As `recover`.
         """
-        return _read_turns(self._database, after)
+        return self._database.turns(after)
 
     def append(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> None:
         if self._refusal:  # in order: what came first is written first
@@ -182,7 +170,7 @@ class FileJournal:
             # The learner removes older checkpoints once this one is acknowledged: it must not be undone.
             has_one = any(isinstance(event, Checkpointed) for event in events)
             self._has_checkpoint |= has_one and self._fsync == "everysec"
-        if not (self._backlog or self._unwritten or self._has_checkpoint):
+        if not (self._backlog or self._unwritten or self._has_checkpoint or self._refusal):
             return True
         if self._refusal and self._runtime.now() < self._next_try:
             return False
@@ -209,10 +197,11 @@ class FileJournal:
             self._segments.sync()
         self._has_new_payload = False
         while self._backlog:
-            *row, num_events = self._backlog[0]
-            self._database.execute("INSERT INTO turns (digest, data, time_s) VALUES (?, ?, ?)", row)
+            digest, data, time_s, num_events = self._backlog[0]
+            self._database.append(digest, data, time_s)
             del self._backlog[0]
             self._num_new_events += num_events
+        self._database.pack()
         if self._fsync == "everysec":
             self._disk.note_commit()
             if self._has_checkpoint and not self._disk.sync_now(self._segments.take_unsynced):
@@ -234,23 +223,11 @@ class FileJournal:
 
     def write_snapshot(self, values: Mapping[str, object]) -> None:
         try:
-            self._write_snapshot(values)
+            self._database.write_snapshot(values)
         except sqlite3.OperationalError as error:
-            if self._database.in_transaction:
-                self._database.execute("ROLLBACK")
             self._note_refusal(error)  # the events are there: it only spares a restart the way through them
-
-    def _write_snapshot(self, values: Mapping[str, object]) -> None:
-        data, digest = pack_snapshot(values)
-        self._database.execute("BEGIN IMMEDIATE")
-        (turn,) = self._database.execute("SELECT COALESCE(MAX(id), 0) FROM turns").fetchone()
-        self._database.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (turn, digest, data))
-        fault_point("buffer.snapshotting", turn)
-        kept = "SELECT turn FROM snapshots ORDER BY turn DESC LIMIT ?"
-        self._database.execute(f"DELETE FROM snapshots WHERE turn NOT IN ({kept})", (_KEPT_SNAPSHOTS,))
-        self._database.execute("COMMIT")
-        self._num_new_events = 0
-        fault_point("buffer.snapshotted", turn)
+        else:
+            self._num_new_events = 0
 
     def survey(self) -> bool:
         return True
@@ -307,10 +284,8 @@ class FileJournal:
         self._disk.close()
         if self._fsync != "never":
             self._segments.sync()
-            with contextlib.suppress(sqlite3.OperationalError):  # without room the log stays as long as it is
-                self._database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         self._segments.close()
-        self._database.close()
+        self._database.close(is_synced=self._fsync != "never")
         os.close(self._lock)
 
 
@@ -335,63 +310,6 @@ def is_about_reading(error: OSError | sqlite3.OperationalError) -> bool:
     return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_READONLY
 
 
-def read_turns(folder: Path) -> list[Turn]:
-    """Return all turns of the journal in `folder`, whether or not a buffer is at work on it; write nothing.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-    """
-    with _reading(folder) as database:
-        return list(_read_turns(database, 0))
-
-
-def read_newest(folder: Path) -> tuple[dict[str, object] | None, list[Turn]]:
-    """Return the newest whole snapshot and the turns after it, as `read_turns` does all of them.
-
-    Raises:
-        CheckpointError: As `read_turns`.
-    """
-    with _reading(folder) as database:
-        turn, values = _newest_snapshot(database, Counter())
-        return values, list(_read_turns(database, turn))
-
-
-@contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[sqlite3.Connection]:
-    path = folder / EVENTS
-    if not path.is_file():
-        raise NoJournal(f"there is no journal {path}", hint="Did the run ever start?")
-    try:
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
-            _refuse_newer(database, path)
-            yield database
-    except sqlite3.Error as error:
-        raise CheckpointError(f"the journal {path} cannot be read: {error}") from error
-
-
-def _read_turns(database: sqlite3.Connection, after: int) -> Iterator[Turn]:
-    time_s = "time_s" if _has_times(database) else "NULL"  # one that is only read stays as it is
-    query = f"SELECT id, digest, data, {time_s} FROM turns WHERE id > ? ORDER BY id"
-    try:
-        for number, digest, data, time_s in database.execute(query, (after,)):
-            yield Turn(number, time_s, unpack_turn(number, data, digest))
-    except sqlite3.DatabaseError as error:
-        raise CheckpointError(f"the journal cannot be read: {error}", hint="Restore its folder") from error
-
-
-def _newest_snapshot(
-    database: sqlite3.Connection, counters: Counter[str]
-) -> tuple[int, dict[str, object] | None]:
-    """Return the newest whole snapshot and the turn that it was made after; 0 and None if there is none."""
-    query = "SELECT turn, digest, data FROM snapshots ORDER BY turn DESC"
-    for turn, digest, data in database.execute(query).fetchall():
-        try:
-            return turn, unpack_snapshot(data, digest)
-        except CheckpointError:  # an older one, or all the events, tell the same
-            counters["damaged_snapshots"] += 1
-    return 0, None
-
-
 def _take_lock(path: Path) -> int:
     """Return the descriptor that keeps every other buffer from this journal while it is open."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -404,48 +322,3 @@ def _take_lock(path: Path) -> int:
             hint="Stop the other run, or give this one a new name",
         ) from error
     return lock
-
-
-def _open_database(path: Path, synchronous: str) -> sqlite3.Connection:
-    try:
-        # The server's thread is the only user; it need not be the thread that built the service.
-        database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
-        _refuse_newer(database, path)
-        database.execute("PRAGMA journal_mode=WAL").fetchall()
-        database.execute(f"PRAGMA synchronous={synchronous}")
-        database.executescript(_TABLES)
-        _bring_up_to_date(database)
-        with contextlib.closing(database.execute("BEGIN IMMEDIATE")):
-            database.execute("COMMIT")
-    except sqlite3.Error as error:
-        raise ConfigError(
-            f"the journal {path} cannot be opened: {error}",
-            hint="Give the user who runs this the right to write there",
-        ) from error
-    return database
-
-
-def _refuse_newer(database: sqlite3.Connection, path: Path) -> None:
-    """Raise ConfigError, and leave the journal alone, if a newer asyncrl has written it."""
-    (found,) = database.execute("PRAGMA user_version").fetchone()
-    if found > FORMAT:
-        database.close()
-        raise ConfigError(
-            f"the journal {path} is of format {found}, this asyncrl reads up to {FORMAT}",
-            hint="A newer asyncrl wrote it: use that one, or newer; for a new run choose another run.name",
-        )
-
-
-def _bring_up_to_date(database: sqlite3.Connection) -> None:
-    """Change an older journal to the current format, at once or not at all."""
-    if database.execute("PRAGMA user_version").fetchone() == (FORMAT,):
-        return
-    database.execute("BEGIN IMMEDIATE")
-    if not _has_times(database):
-        database.execute("ALTER TABLE turns ADD COLUMN time_s REAL")
-    database.execute(f"PRAGMA user_version={FORMAT}")
-    database.execute("COMMIT")
-
-
-def _has_times(database: sqlite3.Connection) -> bool:
-    return "time_s" in {row[1] for row in database.execute("PRAGMA table_info(turns)")}

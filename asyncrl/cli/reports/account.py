@@ -11,6 +11,8 @@ from pathlib import Path
 from asyncrl.buffer.audit import report
 from asyncrl.buffer.audit.account import AccountReport
 from asyncrl.cli.exits import say, show
+from asyncrl.cli.timeline.ticket import Moment, trace_ticket
+from asyncrl.core.errors import ConfigError
 
 
 def print_account(run: Path, as_json: bool) -> None:
@@ -52,11 +54,27 @@ def _lines(values: Mapping[str, object], indent: str = "") -> list[str]:
 
 def print_ticket(run: Path, number: int, as_json: bool) -> None:
     """Print the history of one ticket."""
-    moments = report.inspect_ticket(str(run), "", number)
+    moments = find_ticket(run, number)
     if as_json:
         print(json.dumps([asdict(moment) for moment in moments], indent=2))
         return
     show(*(f"{_clock_time(moment.time_s):<24} {moment.what}" for moment in moments))
+
+
+def find_ticket(run: Path, number: int) -> list[Moment]:
+    """Return the history of one ticket of the run in `run`.
+
+    Raises:
+        ConfigError: The journal does not know it.
+    """
+    past = report.open_past(str(run), "")
+    moments = trace_ticket(past.events(), number, None if past.scan.snapshot is None else past.start())
+    if not moments:
+        raise ConfigError(
+            f"the journal of run '{run.name}' does not know ticket {number}",
+            hint="Tickets count from 1; 'asyncrl inspect account' says how many were issued",
+        )
+    return moments
 
 
 def _clock_time(time_s: float | None) -> str:

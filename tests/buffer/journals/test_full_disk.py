@@ -49,7 +49,7 @@ def journal_of(store: ExperienceStore) -> FileJournal:
 
 def limit_pages(journal: FileJournal, num_pages: int) -> None:
     """Have SQLite itself answer that the disk is full (SQLITE_FULL) beyond so many pages; 0 for no limit."""
-    journal._database.execute(f"PRAGMA max_page_count={num_pages or 1 << 30}")
+    journal._database._database.execute(f"PRAGMA max_page_count={num_pages or 1 << 30}")
 
 
 def test_events_that_do_not_fit_are_written_when_they_do(store: ExperienceStore, tmp_path: Path) -> None:
@@ -116,12 +116,12 @@ def test_a_disk_that_became_read_only_is_waited_for(
     store: ExperienceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = journal_of(store)
-    journal._database.execute("PRAGMA query_only=ON")  # SQLite's own SQLITE_READONLY
+    journal._database._database.execute("PRAGMA query_only=ON")  # SQLite's own SQLITE_READONLY
     ticket = push(store)
     assert not store.commit(0.0)
     (found,) = journal.obstacles()
     assert found.reason.startswith(f"the disk of {tmp_path} is read-only, and nothing can be journalled: ")
-    journal._database.execute("PRAGMA query_only=OFF")
+    journal._database._database.execute("PRAGMA query_only=OFF")
     commit(store)
     assert journal.obstacles() == []
 
@@ -204,7 +204,7 @@ def test_no_lease_runs_out_in_a_turn_that_the_disk_held_up(tmp_path: Path) -> No
 
 def test_an_error_that_is_not_about_room_is_not_waited_for(store: ExperienceStore) -> None:
     journal = journal_of(store)
-    journal._database.execute("DROP TABLE turns")
+    journal._database._database.execute("DROP TABLE turns")
     push(store)
     with pytest.raises(sqlite3.OperationalError, match="no such table"):
         store.commit(0.0)

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import pytest
 
-from asyncrl.buffer.journals.file_journal import EVENTS, FORMAT, FileJournal, read_turns
+from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.redis.journal import RedisJournal
 from asyncrl.buffer.journals.redis.past import keys_of
 from asyncrl.buffer.journals.redis.server import RedisServer
+from asyncrl.buffer.journals.turn_database import EVENTS, FORMAT, read_turns
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.core.errors import ConfigError
 from tests.buffer.journals.journal_parts import raw_link
@@ -93,7 +94,7 @@ def test_a_journal_of_a_newer_version_is_refused_and_not_touched(tmp_path):
     ask(restore(tmp_path), f"PRAGMA user_version={FORMAT + 1}")
     before = (tmp_path / EVENTS).read_bytes()
     for open_it in (lambda: FileJournal(tmp_path), lambda: read_turns(tmp_path)):
-        with pytest.raises(ConfigError, match=r"is of format 3, this asyncrl reads up to 2. A newer asyncrl"):
+        with pytest.raises(ConfigError, match=r"is of format 4, this asyncrl reads up to 3. A newer asyncrl"):
             open_it()
     assert (tmp_path / EVENTS).read_bytes() == before
 

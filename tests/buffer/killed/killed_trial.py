@@ -44,7 +44,7 @@ POINTS = {
 }
 """Where each party may die: the point, and the highest number to choose for it; 0 for none."""
 POINTS_OF_KIND = {
-    "file": [("buffer.deleting", 0)],
+    "file": [("buffer.deleting", 0), ("buffer.packing", 0)],
     "redis": [("redis.half_sent", 25), ("redis.sent", 25)],
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.audit.report import verify_run
-from asyncrl.buffer.journals.file_journal import read_turns
+from asyncrl.buffer.journals.turn_database import read_turns
 from asyncrl.buffer.ledger.events import Leased, Stored
 from asyncrl.control.record.events import load_events
 from tests.system.parts.up_run import UpRun, leftovers

@@ -26,8 +26,8 @@ class FileKind(JournalKind):
 
     @contextlib.contextmanager
     def scan(self, section: BufferSection, run_dir: Path, *, is_whole: bool) -> Iterator[Scan]:
-        from asyncrl.buffer.journals.file_journal import read_newest, read_turns
         from asyncrl.buffer.journals.segment_payloads import SegmentPayloads
+        from asyncrl.buffer.journals.turn_database import read_newest, read_turns
 
         folder = run_dir / "buffer"
         snapshot, turns = (None, read_turns(folder)) if is_whole else read_newest(folder)

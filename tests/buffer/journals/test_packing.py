@@ -1,0 +1,184 @@
+"""Old turns in blocks: read as they were written, whatever happens while they are packed."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.buffer.journals import file_journal, turn_database
+from asyncrl.buffer.journals.file_journal import FileJournal
+from asyncrl.buffer.journals.turn_database import EVENTS, FORMAT, read_newest, read_turns
+from asyncrl.buffer.ledger.events import Event, Opened
+from asyncrl.core.errors import CheckpointError
+from asyncrl.core.obstacle import Cause
+from asyncrl.core.runtime import faults
+
+BLOCK = 4
+
+
+def make(folder: Path, block_turns: int = BLOCK) -> FileJournal:
+    return FileJournal(folder, "never", block_turns=block_turns)
+
+
+def write(journal: FileJournal, *numbers: int) -> None:
+    for number in numbers:
+        assert journal.commit([Opened(number, "learner")], 0.0)
+
+
+def events(*numbers: int) -> list[Event]:
+    return [Opened(number, "learner") for number in numbers]
+
+
+def ask(folder: Path, query: str) -> list[tuple[object, ...]]:
+    with contextlib.closing(sqlite3.connect(folder / EVENTS)) as database:
+        found = database.execute(query).fetchall()
+        database.commit()
+        return found
+
+
+@pytest.fixture
+def on_packing() -> Iterator[list[BaseException]]:
+    """Have the errors that a test puts there raised, one each time that a block is written."""
+    errors: list[BaseException] = []
+
+    def strike(name: str, place: tuple[int | None, ...]) -> None:
+        if name == "buffer.packing" and errors:
+            raise errors.pop(0)
+
+    before = faults.set_hook(strike)
+    yield errors
+    faults.set_hook(before)
+
+
+def test_packed_turns_are_read_as_they_were_written(tmp_path: Path) -> None:
+    plain, packed = make(tmp_path / "plain", 1000), make(tmp_path / "packed")
+    for journal in (plain, packed):
+        write(journal, *range(1, 11))
+        journal.write_snapshot({"token": 10})
+        write(journal, *range(11, 23))
+    assert ask(tmp_path / "packed", "SELECT last FROM blocks") == [(4,), (8,), (12,), (16,)]
+    assert ask(tmp_path / "packed", "SELECT COUNT(*), MIN(id) FROM turns") == [(6, 17)]
+    packed.close()
+    plain.close()
+    found = read_turns(tmp_path / "packed")
+    assert [turn.events for turn in found] == [turn.events for turn in read_turns(tmp_path / "plain")]
+    assert [turn.number for turn in found] == list(range(1, 23))
+    times = [turn.time_s for turn in found]
+    assert None not in times and times == sorted(times)  # type: ignore[type-var]
+    values, newer = read_newest(tmp_path / "packed")  # the snapshot is of a turn within a block
+    assert values == {"token": 10} and [turn.number for turn in newer] == list(range(11, 23))
+    again = make(tmp_path / "packed")
+    past = again.recover()
+    assert past.snapshot == {"token": 10} and list(past.events) == events(*range(11, 23))
+    write(again, 23)
+    assert [turn.number for turn in again.turns(15)] == list(range(16, 24))
+    again.close()
+
+
+def test_a_block_takes_less_than_half_of_its_turns(tmp_path: Path) -> None:
+    sizes = []
+    for name, block_turns, table in (("plain", 1000, "turns WHERE id <= 800"), ("packed", 100, "blocks")):
+        journal = make(tmp_path / name, block_turns)
+        write(journal, *range(1, 901))
+        journal.close()
+        ((size,),) = ask(tmp_path / name, f"SELECT SUM(LENGTH(data)) + SUM(LENGTH(digest)) FROM {table}")
+        assert isinstance(size, int)
+        sizes.append(size)
+    assert sizes[1] < sizes[0] / 2
+
+
+def test_a_block_is_bounded_in_bytes_and_takes_one_turn_at_least(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_database, "BLOCK_BYTES", 100)
+    journal = make(tmp_path)
+    for _ in range(12):
+        assert journal.commit(events(*range(1, 9)), 0.0)  # 8 events: over 100 bytes
+    journal.close()
+    assert ask(tmp_path, "SELECT last FROM blocks") == [(number,) for number in range(1, 6)]
+    assert len(read_turns(tmp_path)) == 12
+
+
+def test_a_reader_beside_a_buffer_that_packs_sees_each_turn_once(tmp_path: Path) -> None:
+    journal = make(tmp_path, 5)
+    write(journal, *range(1, 10))
+    with turn_database._reading(tmp_path) as database:
+        reading = turn_database._read_turns(database, 0)
+        first = next(reading)
+        write(journal, *range(10, 21))
+        assert ask(tmp_path, "SELECT COUNT(*) FROM blocks") == [(3,)]
+        assert [first.number, *(turn.number for turn in reading)] == list(range(1, 10))
+    journal.close()
+
+
+def test_a_buffer_that_ends_while_it_packs_loses_no_turn(
+    tmp_path: Path, on_packing: list[BaseException]
+) -> None:
+    journal = make(tmp_path)
+    write(journal, *range(1, 8))
+    on_packing.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        write(journal, 8)
+    journal.close()
+    assert ask(tmp_path, "SELECT COUNT(*) FROM blocks") == [(0,)]
+    again = make(tmp_path)
+    assert list(again.events()) == events(*range(1, 9))
+    write(again, 9)
+    assert ask(tmp_path, "SELECT last FROM blocks") == [(4,)]
+    assert list(again.events()) == events(*range(1, 10))
+    again.close()
+
+
+def test_a_disk_without_room_for_a_block_is_waited_for(
+    tmp_path: Path, on_packing: list[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_journal, "RETRY_S", 0.0)
+    journal = make(tmp_path)
+    write(journal, *range(1, 8))
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    on_packing.append(error)
+    assert not journal.commit(events(8), 0.0)
+    assert [one.cause for one in journal.obstacles()] == [Cause.DISK_FULL]
+    assert journal.commit([], 0.0) and journal.obstacles() == []
+    assert ask(tmp_path, "SELECT last FROM blocks") == [(4,)]
+    assert list(journal.events()) == events(*range(1, 9))
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    "change", ["blocks SET data = x'00'", "blocks SET digest = 'x'", "turns SET data = x'00'"]
+)
+def test_a_damaged_block_and_a_turn_damaged_before_it_was_packed_are_found(
+    tmp_path: Path, change: str
+) -> None:
+    journal = make(tmp_path)
+    write(journal, *range(1, 8))
+    if change.startswith("turns"):
+        ask(tmp_path, f"UPDATE {change} WHERE id = 3")
+    write(journal, 8)
+    journal.close()
+    if change.startswith("blocks"):
+        ask(tmp_path, f"UPDATE {change}")
+    with pytest.raises(CheckpointError, match="block of turns up to 4 of the journal is damaged"):
+        read_turns(tmp_path)
+
+
+def test_a_journal_from_before_blocks_is_read_as_it_is_and_packed_when_it_goes_on(tmp_path: Path) -> None:
+    journal = make(tmp_path, 1000)
+    write(journal, *range(1, 21))
+    journal.close()
+    ask(tmp_path, "DROP TABLE blocks")
+    ask(tmp_path, "PRAGMA user_version=2")
+    assert [turn.number for turn in read_turns(tmp_path)] == list(range(1, 21))
+    assert ask(tmp_path, "PRAGMA user_version") == [(2,)]
+    again = make(tmp_path)
+    write(again, 21, 22)
+    again.close()
+    assert ask(tmp_path, "PRAGMA user_version") == [(FORMAT,)]
+    assert ask(tmp_path, "SELECT last FROM blocks") == [(4,), (8,)]
+    assert [event for turn in read_turns(tmp_path) for event in turn.events] == events(*range(1, 23))
