@@ -29,6 +29,8 @@ PART_DEADLINE_S = 3600.0
 SESSION_MARK = "ASYNCRL_TEST_SESSION"
 """Variable that marks the processes of a session of tests, see `tests/leftovers.py`."""
 TELLING = (
+    "tests/system/faults/test_learner_crashes.py",
+    "tests/rollout/engine/test_weight_families.py",
     "tests/simulation/test_mutants.py",
     "tests/system/exactness/test_exactness.py",
     "tests/buffer/killed/test_killed.py",

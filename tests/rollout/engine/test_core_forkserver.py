@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.long
 def test_a_child_has_vllm_imported_and_its_starter_s_environment() -> None:
     # In a process of its own: a process has one fork server, and other tests may have begun it.
     done = subprocess.run(

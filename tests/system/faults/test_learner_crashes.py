@@ -56,6 +56,7 @@ def harness(tmp_path: Path, digit_sort: Path) -> Harness:
     return Harness(load_config(QUICKSTART, values), tmp_path / "crashes")
 
 
+@pytest.mark.long
 def test_killed_between_any_two_phases_the_learner_resumes_and_trains_no_group_twice(
     harness: Harness,
 ) -> None:
