@@ -26,6 +26,7 @@ from asyncrl.core.errors import DataError, LedgerError
 from asyncrl.core.experience import Group
 from asyncrl.core.staleness import UNLOADED
 from learner.batching.balance import karmarkar_karp, plan_microbatches
+from learner.numerics.transfer import send, send_fields
 
 Array = npt.NDArray[np.generic]
 
@@ -72,7 +73,9 @@ class PackedBatch:
             where the advantage asks for it.
         reference_N: Log-probs under the reference policy, where the objective has one.
         values_N, returns_N: A critic's value before each label at the start of the step, and its target.
-        origin_N: Of a microbatch: where each position lies in the batch that was cut; -1 in a filler.
+        origin_N: Of a microbatch: where each position lies in the batch that was cut, -1 in a filler. On the
+            CPU.
+        oldest_trained: Of a batch on a GPU: the largest lag of its trained tokens, found before it was sent.
     """
 
     step: int
@@ -98,6 +101,7 @@ class PackedBatch:
     values_N: torch.Tensor | None = None
     returns_N: torch.Tensor | None = None
     origin_N: torch.Tensor | None = None
+    oldest_trained: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -124,26 +128,30 @@ class PackedBatch:
 
     def with_mask(self, loss_mask_N: torch.Tensor) -> PackedBatch:
         """Return the batch with another loss mask; `counted_N`, and so the loss denominators, stay."""
-        batch = dataclasses.replace(self, loss_mask_N=loss_mask_N)
+        batch = dataclasses.replace(self, loss_mask_N=loss_mask_N, oldest_trained=None)
         return dataclasses.replace(batch, totals=count_totals(batch))
 
     def check_lag(self, max_lag: int) -> None:
         """Raise LedgerError if a token that would be trained is older than `max_lag` (invariant S3)."""
-        over_age = (self.lag_N > max_lag) & (self.loss_mask_N > 0)
-        if over_age.any():
+        oldest = self.oldest_trained if self.oldest_trained is not None else self._find_oldest_trained()
+        if oldest > max_lag:
+            over_age = (self.lag_N > max_lag) & (self.loss_mask_N > 0)
             raise LedgerError(
                 f"step {self.step}: {int(over_age.sum())} tokens over max_lag {max_lag} "
-                f"(oldest {int(self.lag_N.max())}) reached the loss",
+                f"(oldest {oldest}) reached the loss",
                 hint="This is a bug: mask_over_age must run before training",
             )
 
+    def _find_oldest_trained(self) -> int:
+        lag_N = self.lag_N[self.loss_mask_N > 0]
+        return int(lag_N.max()) if len(lag_N) else 0
+
     def to(self, device: torch.device) -> PackedBatch:
-        """Return the batch with its tensors on `device`."""
-        columns: dict[str, Any] = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-        }
-        moved = {name: value.to(device) for name, value in columns.items() if isinstance(value, torch.Tensor)}
-        return dataclasses.replace(self, **(columns | moved))
+        """Return the batch with its tensors on `device`; what the host must know of it is found before."""
+        if device.type == "cpu":
+            return self
+        sent = send_fields(self, device)
+        return dataclasses.replace(sent, origin_N=self.origin_N, oldest_trained=self._find_oldest_trained())
 
     def select_groups(self, tickets: Iterable[int]) -> PackedBatch:
         """Return the batch of those groups among `tickets` that are here, with totals of its own."""
@@ -242,11 +250,9 @@ def restore_order(microbatches: Sequence[PackedBatch], values: Sequence[torch.Te
     origins = [part.origin_N for part in microbatches if part.origin_N is not None]
     if not origins:  # the batch was not cut
         return joined
-    origin_M = torch.cat(origins).to(joined.device)
-    is_real_M = origin_M >= 0
-    restored = joined.new_empty((*joined.shape[:-1], int(is_real_M.sum())))
-    restored[..., origin_M[is_real_M]] = joined[..., is_real_M]
-    return restored
+    origin_M = torch.cat(origins)
+    source_N = origin_M.argsort()[int((origin_M < 0).sum()) :]  # fillers come first
+    return joined.index_select(-1, send(source_N, joined.device))
 
 
 def build_batch(groups: Sequence[Group], step: int, step_of_version: Mapping[int, int]) -> PackedBatch:

@@ -28,12 +28,12 @@ from learner.batching.batch import PackedBatch, Totals, restore_order
 from learner.checkpoint.snapshot import Snapshot
 from learner.fsdp2 import sharding
 from learner.fsdp2.groups import RankGroup
-from learner.fsdp2.model.rows import lay_out_rows
-from learner.fsdp2.reduction import reduce_metrics
+from learner.fsdp2.model.rows import Rows
 from learner.fsdp2.sharding import ShardedParameter
 from learner.fsdp2.state import TrainingState
 from learner.guard.hooks import MakeRoom, StepGate
 from learner.numerics.precision import LossScale
+from learner.numerics.reduction import reduce_metrics
 
 EngineLoss = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 """(*outputs of the module, microbatch) -> (loss, metrics)."""
@@ -60,12 +60,12 @@ class Engine:
         config: LearnerSection,
         *,
         dtype: torch.dtype,
-        is_packed: bool,
+        lay_out: Callable[[Sequence[int]], Rows],
         is_frozen: bool = False,
     ) -> None:
         self.parameters, self.progress = parameters, Progress(config.lr)
         self._module: Any = module  # an FSDPModule, whose class in PyTorch is no Module
-        self._group, self._config, self._is_packed = group, config, is_packed
+        self._group, self._config, self._lay_out = group, config, lay_out
         self.max_tokens_per_microbatch = config.max_tokens_per_microbatch
         self.step_gate: StepGate | None = None
         self.make_room: MakeRoom | None = None
@@ -87,10 +87,10 @@ class Engine:
             outputs = self._forward(microbatch, **options)
             if microbatch is not None:
                 microbatches.append(microbatch)
-                parts.append([output.cpu() for output in outputs])
+                parts.append(outputs)
         # The root stays gathered for a backward pass, which does not come.
         self._module.reshard()
-        return [restore_order(microbatches, column) for column in zip(*parts, strict=True)]
+        return [restore_order(microbatches, column).cpu() for column in zip(*parts, strict=True)]
 
     def update(self, minibatch: PackedBatch, loss_fn: EngineLoss, num_outputs: int) -> dict[str, float]:
         """Do one update on this rank's share; return metrics of the whole and `grad_norm`, `lr`,
@@ -198,8 +198,9 @@ class Engine:
             tokens_N, labels_N = token, token
         else:
             tokens_N, labels_N, cu_seqlens = microbatch.tokens_N, microbatch.labels_N, microbatch.cu_seqlens
-        rows = lay_out_rows(cu_seqlens, device, one_rectangle=not self._is_packed)
-        outputs: Sequence[torch.Tensor] = self._module(tokens_N, labels_N, rows, **options)
+        outputs: Sequence[torch.Tensor] = self._module(
+            tokens_N, labels_N, self._lay_out(cu_seqlens), **options
+        )
         return outputs
 
     def _microbatches(self, batch: PackedBatch) -> Iterator[PackedBatch | None]:
@@ -207,7 +208,7 @@ class Engine:
         microbatches = batch.balance_microbatches(self.max_tokens_per_microbatch)
         count = self._group.all_reduce(torch.tensor([len(microbatches)]), dist.ReduceOp.MAX)
         for microbatch in microbatches:
-            yield microbatch if self._group.device.type == "cpu" else microbatch.to(self._group.device)
+            yield microbatch.to(self._group.device)
         yield from [None] * (int(count) - len(microbatches))
 
     def _step_optimizer(self, metrics: Mapping[str, float], scale: float) -> dict[str, float]:

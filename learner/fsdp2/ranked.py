@@ -6,20 +6,23 @@ and a process whose model could not be loaded is in no group.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from asyncrl.core.config.tree import LearnerSection
+from learner.attention import varlen
 from learner.backend import Placement
 from learner.checkpoint.pretrained import write_folder
 from learner.checkpoint.snapshot import Snapshot
 from learner.fsdp2.engine import Engine
 from learner.fsdp2.groups import RankGroup, join_group
+from learner.fsdp2.model.language_model import Ways
 from learner.fsdp2.model.modules import PolicyModule, ValueModule
-from learner.fsdp2.reduction import average_metrics
+from learner.fsdp2.model.rows import Rows, lay_out_padded, lay_out_rows
 from learner.fsdp2.sharding import (
     ShardedParameter,
     Sharding,
@@ -29,6 +32,7 @@ from learner.fsdp2.sharding import (
 )
 from learner.guard.hooks import MakeRoom, StepGate
 from learner.numerics.precision import DTYPES
+from learner.numerics.reduction import average_metrics
 from weight_sync.memory.parts import Part
 
 RootModule = PolicyModule | ValueModule
@@ -61,7 +65,7 @@ class RankedModel:
                 self._group,
                 config,
                 dtype=self._dtype,
-                is_packed=root.ways.is_packed,
+                lay_out=_make_lay_out(root.ways, self._group.device, self._dtype),
                 is_frozen=is_frozen,
             )
         except BaseException:  # a process without a learner must not stay in the group
@@ -85,7 +89,7 @@ class RankedModel:
         return self._engine.progress.num_updates
 
     def reduce(self, metrics: Mapping[str, float], weight: float) -> dict[str, float]:
-        return average_metrics(metrics, weight, self._group)
+        return average_metrics(metrics, weight, self._group, self._group.size)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for parameter in self._engine.parameters:
@@ -150,6 +154,13 @@ def _make_part(parameter: ShardedParameter) -> Part:
     shape = tuple(parameter.tensor.shape)
     values_RC = parameter.shard.reshape(-1, math.prod(shape[1:]))
     return Part(parameter.name, shape, parameter.start, 0, values_RC)
+
+
+def _make_lay_out(ways: Ways, device: torch.device, dtype: torch.dtype) -> Callable[[Sequence[int]], Rows]:
+    if not ways.is_packed:
+        return functools.partial(lay_out_padded, device=device)
+    is_varlen = varlen.can_run(device, dtype, ways.head_sizes)
+    return functools.partial(lay_out_rows, device=device, is_varlen=is_varlen)
 
 
 def _make_sharding(config: LearnerSection, dtype: torch.dtype) -> Sharding:

@@ -72,7 +72,6 @@ def install() -> None:
         for module in unadapted:
             module.__dict__["torch"] = stand_in
         _rebind_rng()
-        _rebind_gradient_clipping()
         _rebind_gradient_accumulation()
 
 
@@ -152,12 +151,6 @@ def _rebind_rng() -> None:
     )
 
 
-def _rebind_gradient_clipping() -> None:
-    """Megatron's function insists on the type string of a CUDA gradient."""
-    for name in ("megatron.core.optimizer.clip_grads", "megatron.core.optimizer.optimizer"):
-        vars(importlib.import_module(name))["clip_grad_by_total_norm_fp32"] = _clip_gradients
-
-
 def _rebind_gradient_accumulation() -> None:
     """Megatron adds a weight's gradient to its buffer while it multiplies, by a function of Apex for CUDA.
 
@@ -176,14 +169,3 @@ def _add_weight_gradient(inputs_NI: torch.Tensor, gradient_NO: torch.Tensor, tot
         total_OI.addmm_(gradient_NO.T, inputs_NI)
     else:
         total_OI.add_(gradient_NO.T @ inputs_NI)
-
-
-def _clip_gradients(
-    parameters: list[torch.Tensor], max_norm: float, total_norm: float, use_decoupled_grad: bool = False
-) -> None:
-    """Scale the gradients so that their norm is at most `max_norm`; the same arithmetic as Megatron's."""
-    assert not use_decoupled_grad, "the precision-aware optimizer needs Transformer Engine"
-    scale = max_norm / (total_norm + 1.0e-6)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if scale < 1.0 and gradients:
-        torch._foreach_mul_(gradients, scale)

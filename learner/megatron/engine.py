@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.core.config.tree import LearnerSection
-from asyncrl.core.metrics import extreme_of
 from learner.algorithms.learning_rate import schedule_lr
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, Totals, restore_order
@@ -31,6 +30,7 @@ from learner.checkpoint.snapshot import Snapshot
 from learner.guard.hooks import MakeRoom, StepGate
 from learner.megatron import cpu_adaptor
 from learner.numerics.precision import DTYPES, LossScale
+from learner.numerics.reduction import average_metrics, reduce_metrics
 from weight_sync.memory.parts import Part
 
 cpu_adaptor.install()  # before anything of Megatron is bound below
@@ -132,14 +132,7 @@ class Engine:
         return "" if self._updates is None else self._updates.raise_offload()
 
     def reduce(self, metrics: Mapping[str, float], weight: float) -> dict[str, float]:
-        weights = torch.tensor([weight], dtype=torch.float64)
-        total = float(self._groups.all_reduce(weights, dist.ReduceOp.SUM)[0])
-        share = weight / total if total else 1.0 / self.dp_size
-        # A rank without weight adds nothing to a mean, even if its value is not a number.
-        shares = {name: value * share if share else 0.0 for name, value in metrics.items()}
-        shares |= {name: value for name, value in metrics.items() if extreme_of(name)}
-        tensors = {name: [torch.tensor(value, dtype=torch.float64)] for name, value in shares.items()}
-        return self._reduce(tensors)
+        return average_metrics(metrics, weight, self._groups, self.dp_size)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._sync_parameters()
@@ -217,7 +210,9 @@ class Engine:
         collected = self._add_gradients(parts, loss_fn, scale, is_last)
         reduced: dict[str, float] = {}
         if self._groups.is_last_stage:
-            reduced = self._reduce({name: [found[name] for found in collected] for name in collected[0]})
+            reduced = reduce_metrics(
+                {name: [found[name] for found in collected] for name in collected[0]}, self._groups
+            )
         shared = self._groups.share_table_from(self._groups.pp.size() - 1, reduced)
         assert isinstance(shared, dict)
         return shared
@@ -351,17 +346,3 @@ class Engine:
             return totals
         counts = torch.tensor(dataclasses.astuple(totals), dtype=torch.float64)
         return Totals(*self._groups.all_reduce(counts, dist.ReduceOp.SUM).tolist())
-
-    def _reduce(self, metrics: Mapping[str, list[torch.Tensor]]) -> dict[str, float]:
-        """Reduce values of microbatches, then of data-parallel ranks, each by its name's rule."""
-        reduced: dict[str, float] = {}
-        for op, combine in ((None, torch.sum), ("max", torch.amax), ("min", torch.amin)):
-            names = sorted(name for name in metrics if extreme_of(name) == op)
-            if names:
-                values = torch.stack(
-                    [combine(torch.stack([v.detach() for v in metrics[name]])) for name in names]
-                )
-                reduce_op = {None: dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-                totals = self._groups.all_reduce(values, reduce_op).tolist()
-                reduced.update(zip(names, totals, strict=True))
-        return reduced

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import megatron.core.optimizer
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -95,9 +96,10 @@ class Updates:
             for chunk in self.chunks:
                 chunk.scale_gradients(1.0 / scale)
         self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.clip_grad_norm(grad_clip))
+        grad_norm = self._measure_gradients()
         has_stepped = math.isfinite(grad_norm) and may_step(grad_norm)
         if has_stepped:
+            self._clip_gradients(grad_clip / (grad_norm + 1e-6))
             self.optimizer.step_with_ready_grads()
             self._is_behind = self._overlaps
         self._rest()
@@ -116,6 +118,23 @@ class Updates:
         for chunk in self.chunks:
             chunk.start_param_sync(force_sync=True)
         self._is_behind = False
+
+    def _measure_gradients(self) -> float:
+        """Return the gradients' norm over all ranks; the host waits for the device once.
+
+        Megatron's own function waits for each tensor's norm where neither Apex nor TransformerEngine is.
+        """
+        gradients = self.optimizer.get_main_grads_for_grad_norm()
+        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=self._device)]
+        square = torch.linalg.vector_norm(torch.stack(list(norms))).square()
+        dist.all_reduce(square, group=self.optimizer.get_grad_stats_parallel_group())
+        return math.sqrt(float(square))
+
+    def _clip_gradients(self, scale: float) -> None:
+        found = (parameter.grad for parameter in self.optimizer.get_parameters())
+        gradients = [gradient for gradient in found if gradient is not None]
+        if scale < 1.0 and gradients:
+            torch._foreach_mul_(gradients, scale)
 
     def _rest(self) -> None:
         """Leave the device's memory to activations until the next step, if that is wanted."""

@@ -20,6 +20,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
+from learner.attention import varlen
 from learner.batching.batch import PackedBatch
 from learner.megatron.groups import RankGroups
 from learner.megatron.model.movement import GatherOutputs
@@ -49,6 +50,8 @@ class Schedule:
             "interleaved stages without overlap_p2p_comm give wrong gradients without any sign of it"
         )
         self._chunks, self._config, self._groups = list(chunks), config, groups
+        assert config.kv_channels is not None, "Megatron fills it in"
+        self._is_varlen = varlen.can_run(groups.device, config.params_dtype, [config.kv_channels])
         self._num_multiple = groups.pp.size() if is_interleaved else 1
         self.is_reducing, self._reduces = False, True
         config.finalize_model_grads_func = self._finalize_gradients
@@ -114,9 +117,9 @@ class Schedule:
             cp_rank=groups.cp.rank(),
             cp_size=groups.cp.size(),
             multiple_of=groups.tp.size() if config.sequence_parallel else 1,
+            is_varlen=self._is_varlen,
         )
-        if groups.device.type != "cpu":
-            microbatch = microbatch.to(groups.device)
+        microbatch = microbatch.to(groups.device)
         assert rows.share is not None
         rows.labels_N = rows.share.take(microbatch.labels_N)
         return _Inputs(microbatch, rows.share.take(microbatch.tokens_N)[None], rows)

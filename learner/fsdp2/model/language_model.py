@@ -21,9 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from asyncrl.core.errors import ConfigError
+from learner.attention.rectangles import RectanglePieces
 from learner.checkpoint.pretrained import PretrainedTensors
 from learner.fsdp2.model import attention
-from learner.fsdp2.model.rows import Rows, Unpad, lay_out_rows
+from learner.fsdp2.model.rows import Rows, lay_out_padded, lay_out_rows
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +40,12 @@ class Ways:
     Attributes:
         is_packed: Packed tokens [1, N]; else padded rows [R, L].
         is_plain_head: The logits are hidden states times the output embedding, and nothing else.
+        head_sizes: Of attention.
     """
 
     is_packed: bool
     is_plain_head: bool
+    head_sizes: frozenset[int]
 
 
 def load_model(folder: Path, *, with_output: bool = True) -> PreTrainedModel:
@@ -91,7 +94,8 @@ def choose_ways(model: PreTrainedModel) -> Ways:
     alone_NH = torch.cat([_hidden(model, input_ids=part[None])[0] for part in parts])
     head = model.get_output_embeddings()
     plain_NV = alone_NH @ head.weight.T if head is not None else torch.zeros(())
-    ways = Ways(_try_packed(model, tokens_N, alone_NH), _is_close(plain_NV, alone_NV))
+    is_packed, is_plain_head = _try_packed(model, tokens_N, alone_NH), _is_close(plain_NV, alone_NV)
+    ways = Ways(is_packed, is_plain_head, _head_sizes(model))
     if not ways.is_packed:
         log.warning("%s cannot run packed rows: they are padded to the longest", type(model).__name__)
         found_NH = run_body(model, tokens_N, _probe_rows(ways.is_packed), is_packed=False)
@@ -126,10 +130,10 @@ def _run(
     if is_packed:
         positions = rows.positions_N[None]
         return part(model, input_ids=tokens_N[None], position_ids=positions, **{attention.NAME: rows})[0]
-    ((num_lines, length),) = rows.rectangles
-    padded = part(model, input_ids=tokens_N[rows.padded_from_M].view(num_lines, length))
-    unpadded: torch.Tensor = Unpad.apply(padded.flatten(0, 1), rows)
-    return unpadded
+    layout = rows.attention
+    assert isinstance(layout, RectanglePieces), "padded rows are one rectangle"
+    padded = part(model, input_ids=layout.pad(tokens_N).view(layout.rectangles[0].num_lines, -1))
+    return layout.unpad(padded.flatten(0, 1))
 
 
 def _hidden(model: PreTrainedModel, **inputs: object) -> torch.Tensor:
@@ -159,7 +163,13 @@ def _try_packed(model: PreTrainedModel, tokens_N: torch.Tensor, wanted_NH: torch
 
 def _probe_rows(is_packed: bool) -> Rows:
     ends = torch.tensor((0, *PROBE_LENGTHS)).cumsum(0).tolist()
-    return lay_out_rows(ends, torch.device("cpu"), one_rectangle=not is_packed)
+    return (lay_out_rows if is_packed else lay_out_padded)(ends, torch.device("cpu"))
+
+
+def _head_sizes(model: PreTrainedModel) -> frozenset[int]:
+    config = model.config.get_text_config()
+    named = (getattr(config, name, None) for name in ("head_dim", "v_head_dim", "global_head_dim"))
+    return frozenset(filter(None, named)) or frozenset([config.hidden_size // config.num_attention_heads])
 
 
 def _is_close(ours: torch.Tensor, wanted: torch.Tensor) -> bool:

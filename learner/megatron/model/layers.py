@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_block import (
 from torch.nn import functional
 
 from learner.megatron.model.kernels import GatedSilu, Rotate
-from learner.megatron.model.movement import GatherKeys, Pad, Unpad
+from learner.megatron.model.movement import GatherKeys
 from learner.megatron.model.packing import PackedRows
 
 
@@ -85,7 +85,7 @@ class RowRotary(torch.nn.Module):
 
 
 class RowAttention(MegatronModule):
-    """Causal attention within each row: one call per bucket of rows of similar length.
+    """Causal attention within each row, see `learner.attention`.
 
     Under context parallelism each rank has the queries of its share of a row and gathers the row's keys
     and values from the others.
@@ -122,50 +122,14 @@ class RowAttention(MegatronModule):
         assert packed_seq_params is not None, "this attention needs the rows of the microbatch"
         assert attention_mask is None, "rows are causal and nothing else"
         assert attention_bias is None, "rows are causal and nothing else"
-        rows, head_size = packed_seq_params, query.shape[-1]
+        rows = packed_seq_params
+        assert rows.attention is not None, "the rows were not made by describe_rows"
         query, key = (Rotate.apply(x.squeeze(1), rows.cos_N1C, rows.sin_N1C) for x in (query, key))
-        queries_MD = _pad(query.flatten(1), rows)
-        keys_MD, values_MD = self._pad_keys(key.flatten(1), value.flatten(1), rows)
-        outputs, query_start, key_start = [], 0, 0
-        for bucket in rows.buckets:
-            query_end = query_start + bucket.num_rows * bucket.num_queries
-            key_end = key_start + bucket.num_rows * bucket.num_keys
-            q = queries_MD[query_start:query_end].view(bucket.num_rows, bucket.num_queries, -1, head_size)
-            k, v = (
-                x[key_start:key_end].view(bucket.num_rows, bucket.num_keys, -1, head_size).transpose(1, 2)
-                for x in (keys_MD, values_MD)
-            )
-            output = functional.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k,
-                v,
-                attn_mask=bucket.mask,
-                is_causal=bucket.mask is None,
-                scale=self.scale,
-                enable_gqa=True,
-            )
-            outputs.append(output.transpose(1, 2).reshape(query_end - query_start, -1))
-            query_start, key_start = query_end, key_end
-        output_MD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        output_ND = output_MD if rows.is_in_order else Unpad.apply(output_MD, rows)
-        return output_ND.unsqueeze(1)
-
-    def _pad_keys(
-        self, key_ND: torch.Tensor, value_ND: torch.Tensor, rows: PackedRows
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of all rows that have queries here, in their buckets [M, D]."""
-        if self.cp_group.size() == 1:
-            return _pad(key_ND, rows), _pad(value_ND, rows)
-        assert rows.key_from_M is not None
-        gathered_TD = GatherKeys.apply(torch.cat([key_ND, value_ND], 1), self.cp_group)
-        # Queries see no padded key, so what these read gets gradient zero.
-        keys_MD, values_MD = gathered_TD.index_select(0, rows.key_from_M).chunk(2, 1)
-        return keys_MD, values_MD
-
-
-def _pad(x_ND: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-    padded_MD: torch.Tensor = x_ND if rows.is_in_order else Pad.apply(x_ND, rows)
-    return padded_MD
+        value = value.squeeze(1)
+        if self.cp_group.size() > 1:
+            joined = GatherKeys.apply(torch.cat([key.flatten(1), value.flatten(1)], 1), self.cp_group)
+            key, value = (x.unflatten(1, (-1, key.shape[2])) for x in joined.chunk(2, 1))
+        return rows.attention.attend(query, key, value, self.scale).flatten(1).unsqueeze(1)
 
 
 def make_layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

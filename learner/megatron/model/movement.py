@@ -1,9 +1,9 @@
-"""Movement of activations between layouts: packed to padded buckets, and between context-parallel ranks.
+"""Movement of activations between context-parallel ranks.
 
 Each function is exact in both directions; none of them computes. Invariant: the gradient of a token's
 value is the sum over all places that read it.
 
-Shapes: N positions of this rank, T of all context-parallel ranks, M padded positions, D channels.
+Shapes: N positions of this rank, T of all context-parallel ranks, D channels.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from learner.megatron.model.packing import PackedRows, Share
-
-
-class _WithRows(Protocol):
-    rows: PackedRows
-    shape: torch.Size
+from learner.megatron.model.packing import Share
 
 
 class _WithGroup(Protocol):
@@ -27,37 +22,6 @@ class _WithGroup(Protocol):
 
 class _WithShare(Protocol):
     share: Share
-
-
-class Pad(torch.autograd.Function):
-    """Packed to padded: forward [N, D] -> [M, D], backward the other way.
-
-    A padded position reads packed position 0 and gives no gradient back. That is exact because `Unpad`
-    sends gradient zero to it, and causal queries before it do not see its key.
-    """
-
-    @staticmethod
-    def forward(ctx: _WithRows, x_ND: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        ctx.rows = rows
-        return x_ND.index_select(0, _index(rows.query_from_M))
-
-    @staticmethod
-    def backward(ctx: _WithRows, gradient_MD: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient_MD.index_select(0, _index(ctx.rows.output_from_N)), None
-
-
-class Unpad(torch.autograd.Function):
-    """Padded to packed: forward [M, D] -> [N, D]; padding gets gradient zero."""
-
-    @staticmethod
-    def forward(ctx: _WithRows, x_MD: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        ctx.rows, ctx.shape = rows, x_MD.shape
-        return x_MD.index_select(0, _index(rows.output_from_N))
-
-    @staticmethod
-    def backward(ctx: _WithRows, gradient_ND: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient_MD = gradient_ND.new_zeros(ctx.shape)
-        return gradient_MD.index_copy_(0, _index(ctx.rows.output_from_N), gradient_ND), None
 
 
 class GatherKeys(torch.autograd.Function):
@@ -94,8 +58,3 @@ class GatherOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _WithShare, gradient_CT: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.share.take(gradient_CT), None, None
-
-
-def _index(index: torch.Tensor | None) -> torch.Tensor:
-    assert index is not None, "the rows were not made by describe_rows"
-    return index

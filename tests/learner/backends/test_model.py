@@ -15,7 +15,7 @@ from learner.batching.batch import build_batch
 from learner.megatron import cpu_adaptor
 from learner.megatron.groups import join_groups
 from learner.megatron.model.architecture import Parallelism, make_transformer_config, read_architecture
-from learner.megatron.model.packing import bucket_length, describe_rows
+from learner.megatron.model.packing import describe_rows
 from learner.megatron.schedule import Schedule
 from tests.learner.parts.contract import assert_equals_hugging_face, assert_export_gives_back_every_bit
 from tests.learner.parts.samples import KINDS, make_groups, save_model
@@ -159,27 +159,6 @@ def test_an_older_config_with_rope_theta_at_the_top_is_read(tmp_path):
     backend.close()
 
 
-def test_buckets_waste_less_than_half_when_short_and_a_quarter_when_long():
-    assert [bucket_length(n) for n in (1, 16, 17, 64, 65, 100, 129, 1000)] == [
-        16,
-        16,
-        32,
-        64,
-        80,
-        112,
-        160,
-        1024,
-    ]
-    assert all(n <= bucket_length(n) <= 1.25 * n for n in range(65, 3000))
-
-
-def test_padding_and_packing_are_inverse():
-    rows = describe_rows([0, 3, 40, 41, 60], torch.device("cpu"))
-    assert [(bucket.num_rows, bucket.num_keys) for bucket in rows.buckets] == [(2, 3), (1, 19), (1, 37)]
-    assert torch.equal(rows.query_from_M[rows.output_from_N], torch.arange(60))
-    assert rows.positions_N.tolist() == [*range(3), *range(37), 0, *range(19)]
-
-
 @pytest.mark.parametrize("cu_seqlens", [[0], [0, 1], [0, 3, 40, 41, 60], [0, 500, 501, 640]])
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
 def test_context_parallel_ranks_share_every_row_and_all_hold_as_many_tokens(cu_seqlens, cp_size):
@@ -197,7 +176,8 @@ def test_context_parallel_ranks_share_every_row_and_all_hold_as_many_tokens(cu_s
         own_N = rows.share.own_N
         is_real_N = own_N < num_tokens
         assert torch.equal(rows.positions_N[is_real_N], position_T[own_N[is_real_N]])
-        assert torch.equal(rows.query_from_M[rows.output_from_N], torch.arange(len(own_N)))
+        layout = rows.attention
+        assert torch.equal(layout.query_from_M[layout.output_from_N], torch.arange(len(own_N)))
 
 
 def test_the_causal_work_of_a_long_row_is_shared_evenly():

@@ -8,7 +8,6 @@ from torch.nn import functional
 
 from learner.batching.batch import build_batch
 from learner.megatron.model.kernels import GatedSilu, Rotate
-from learner.megatron.model.packing import describe_rows
 from tests.learner.parts.samples import make_groups, save_model
 from tests.learner.parts.training import open_backend
 
@@ -48,14 +47,6 @@ def test_a_rotation_is_that_of_hugging_face_and_its_gradient_turns_back(is_conti
     found = differentiate(lambda x: Rotate.apply(x, angles.cos(), angles.sin()), x)
     for ours, plain in zip(found, differentiate(lambda x: by_rotated_halves(x, angles), x), strict=True):
         torch.testing.assert_close(ours, plain)
-
-
-def test_rows_of_one_length_lie_in_order_and_others_do_not():
-    assert describe_rows([0, 21, 42, 63], torch.device("cpu")).is_in_order
-    assert describe_rows([0, 3, 40], torch.device("cpu")).is_in_order  # sorted by length already
-    assert not describe_rows([0, 40, 43], torch.device("cpu")).is_in_order
-    assert not describe_rows([0, 20, 43], torch.device("cpu")).is_in_order  # one bucket, padded
-    assert not describe_rows([0, 21, 42], torch.device("cpu"), cp_size=2).is_in_order
 
 
 def test_one_rank_sends_neither_gradients_nor_weights_to_itself(tmp_path, monkeypatch):

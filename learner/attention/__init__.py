@@ -1,0 +1,1 @@
+"""Causal attention of packed rows, for every learner backend."""

@@ -1,0 +1,60 @@
+"""A learner rank's whole work, on the CPU or on the pretended GPU: log-probs, updates, resume, export.
+
+python -m tests.pretended_gpu.learner_steps MODEL OUTPUT DTYPE...
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MAX_TOKENS = 64
+
+
+def run(model: Path, dtype: str, folder: Path, gpus: int) -> dict[str, Any]:
+    """Return what was computed, by name."""
+    from learner.batching.batch import build_batch
+    from tests.learner.parts.samples import make_groups
+    from tests.learner.parts.training import open_backend, open_objective, prepare_step, train
+    from tests.pretended_gpu.tensors import WAITS
+
+    backend = open_backend(model, dtype=dtype, gpus=gpus, max_tokens_per_microbatch=MAX_TOKENS)
+    objective = open_objective()
+    found: dict[str, Any] = {"logprobs": backend.logprobs(build_batch(make_groups(), 0, {1: 0}))}
+    found["metrics"] = train(backend, range(2))
+    WAITS.clear()
+    minibatch, _ = prepare_step(backend, objective, 2)
+    before = dict(WAITS)
+    WAITS.clear()
+    found["microbatches"] = len(minibatch.balance_microbatches(MAX_TOKENS))
+    metrics = backend.accumulate([minibatch], objective.loss, is_last=True)
+    found["waits of gradients"] = dict(WAITS)
+    backend.apply([minibatch], metrics, 1.0)
+    WAITS.update(before)
+    found["waits of a step"] = dict(WAITS)
+    backend.save_state(folder / "state")
+    backend.load_state(folder / "state")
+    found["resumed"] = train(backend, range(3, 4))
+    found["exported"] = {name: tensor.detach().cpu().clone() for name, tensor in backend.named_tensors()}
+    found["device"] = str(next(backend._chunks[0].parameters()).device)
+    backend.close()
+    return found
+
+
+def main() -> None:
+    model, output, *dtypes = sys.argv[1:]
+    from tests.pretended_gpu import cuda
+    from tests.pretended_gpu.tensors import PretendedGpu
+
+    cuda.install()
+    for dtype in dtypes:
+        with PretendedGpu():
+            found = run(Path(model), dtype, Path(output) / dtype, 1)
+        torch.save(found, Path(output) / f"{dtype}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""A learner rank's whole work on a pretended GPU: no operation mixes devices, the host hardly ever waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.learner.parts.samples import save_model
+from tests.pretended_gpu.learner_steps import run
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a process with a pretended GPU has left a model, and what it computed with it."""
+    folder = tmp_path_factory.mktemp("gpu")
+    model = save_model(folder / "model")
+    command = [sys.executable, "-m", "tests.pretended_gpu.learner_steps", str(model), str(folder), *TOLERANCE]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return folder
+
+
+@pytest.fixture(scope="module", params=list(TOLERANCE))
+def found(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+    """What was computed on the pretended GPU, and under "cpu" what the CPU computes."""
+    dtype = request.param
+    on_gpu: dict[str, Any] = torch.load(folder / f"{dtype}.pt")
+    on_cpu = run(folder / "model", dtype, folder / "cpu" / dtype, 0)
+    return {**on_gpu, "cpu": on_cpu, "tolerance": TOLERANCE[dtype]}
+
+
+def test_all_of_the_model_is_on_the_gpu(found: dict[str, Any]) -> None:
+    assert found["device"] == "cuda:0" and found["cpu"]["device"] == "cpu"
+
+
+def test_log_probs_are_those_of_the_cpu(found: dict[str, Any]) -> None:
+    for ours, wanted in zip(found["logprobs"], found["cpu"]["logprobs"], strict=True):
+        torch.testing.assert_close(ours, wanted, atol=found["tolerance"], rtol=0.0)
+
+
+@pytest.mark.parametrize("part", ["metrics", "resumed"])
+def test_updates_before_and_after_a_resume_are_those_of_the_cpu(found: dict[str, Any], part: str) -> None:
+    assert len(found[part]) == len(found["cpu"][part]) > 0
+    for ours, wanted in zip(found[part], found["cpu"][part], strict=True):
+        assert ours == pytest.approx(wanted, abs=found["tolerance"], rel=found["tolerance"])
+        assert ours["actor/grad_norm"] > 0
+
+
+def test_weights_that_are_exported_are_those_of_the_cpu(found: dict[str, Any]) -> None:
+    ours, wanted = found["exported"], found["cpu"]["exported"]
+    assert ours.keys() == wanted.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, wanted[name], atol=0.05 * found["tolerance"], rtol=0.01)
+
+
+def test_the_host_waits_for_no_microbatch_and_at_most_four_times_for_a_step(found: dict[str, Any]) -> None:
+    assert found["microbatches"] >= 3
+    assert sum(found["waits of gradients"].values()) <= 1, found["waits of gradients"]
+    assert 1 <= sum(found["waits of a step"].values()) <= 4, found["waits of a step"]
