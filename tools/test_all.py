@@ -30,9 +30,10 @@ SESSION_MARK = "ASYNCRL_TEST_SESSION"
 """Variable that marks the processes of a session of tests, see `tests/leftovers.py`."""
 TELLING = (
     "tests/system/faults/test_learner_crashes.py",
-    "tests/rollout/engine/test_weight_families.py",
-    "tests/simulation/test_mutants.py",
     "tests/system/exactness/test_exactness.py",
+    "tests/rollout/engine/test_weight_families.py",
+    "tests/learner/backends/test_device.py",
+    "tests/simulation/test_mutants.py",
     "tests/buffer/killed/test_killed.py",
     "tests/system/exactness/test_replay.py",
     "tests/system/exactness/test_older_run.py",

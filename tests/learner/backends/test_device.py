@@ -90,6 +90,7 @@ print(type(backend._training.optimizer.optimizer))
 """
 
 
+@pytest.mark.long
 def test_the_optimizer_is_torchs_where_apex_is_installed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", APEX, str(save_model(tmp_path))]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -184,6 +184,7 @@ def test_squared_probabilities_carry_no_gradient_and_leave_those_of_the_others_a
     assert not fused(inputs[0].requires_grad_(), *inputs[1:], has_squares=True)[2].requires_grad
 
 
+@pytest.mark.long
 def test_a_vocabulary_split_over_two_processes_gives_the_same_on_both(tmp_path):
     port = HeldPort()
     command = [

@@ -87,6 +87,7 @@ def test_the_present_configuration_has_one_outcome_in_a_sweep() -> None:
     assert [one.outcome for one in choices if one.axis == "max_lag" and one.max_lag == 4] == [present]
 
 
+@pytest.mark.long
 def test_the_recommended_fleet_does_not_depend_on_the_seed_of_the_run() -> None:
     """Over 60 steps of this one replica trained between 5 % less and 1 % more than two, by the seed alone."""
     told, speeds = set(), set()

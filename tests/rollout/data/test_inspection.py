@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 
 from asyncrl.core.config.tree import SourceSection
 from rollout_service.data.chat_template import ChatTemplate, has_no_template
-from rollout_service.data.inspection import BLOCK_ROWS, MAX_BYTES, MAX_ROWS, Search, find_problem
+from rollout_service.data import inspection
+from rollout_service.data.inspection import BLOCK_ROWS, MAX_ROWS, Search, find_problem
 from rollout_service.data.prompts import Prompt
 from tests.planner.plan.model_folder import write_model_folder
 
@@ -156,14 +157,16 @@ def test_the_shortest_prompt_is_tried_first(tmp_path: Path) -> None:
     assert (counting.num_texts, counting.num_characters) == (1, 4)
 
 
-def test_the_search_ends_after_so_many_bytes(tmp_path: Path) -> None:
+def test_the_search_ends_after_so_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    max_bytes = 1 << 18
+    monkeypatch.setattr(inspection, "MAX_BYTES", max_bytes)
     counting: Any = CountingTokenizer(write_model_folder(tmp_path))
-    long = "a" * (MAX_BYTES // 4)
+    long = "a" * (max_bytes // 4)
     assert not Search(counting, 4).finds_fitting(make_prompts(long, long))
     assert Search(counting, 4).finds_fitting(make_prompts(*[long] * 6)), "it cannot be told"
-    assert counting.num_characters <= 2 * len(long) + MAX_BYTES
+    assert counting.num_characters <= 2 * len(long) + max_bytes
     chats = Search(counting, 0)
-    assert chats.finds_fitting(make_prompts(*[tuple(CHATS[0])] * 5000)), "a chat counts for 1000 bytes"
+    assert chats.finds_fitting(make_prompts(*[tuple(CHATS[0])] * 300)), "a chat counts for 1000 bytes"
 
 
 def test_the_search_ends_after_so_many_rows(tmp_path: Path) -> None:

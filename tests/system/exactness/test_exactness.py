@@ -81,7 +81,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ENGINES = [pytest.param(1, id="tp1"), pytest.param(2, id="tp2", marks=pytest.mark.long)]
+pytestmark = pytest.mark.long
+ENGINES = [pytest.param(1, id="tp1"), pytest.param(2, id="tp2")]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
