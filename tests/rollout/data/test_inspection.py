@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from asyncrl.core.config.tree import SourceSection
-from rollout_service.data.chat_template import ChatTemplate, has_no_template
 from rollout_service.data import inspection
+from rollout_service.data.chat_template import ChatTemplate, has_no_template
 from rollout_service.data.inspection import BLOCK_ROWS, MAX_ROWS, Search, find_problem
 from rollout_service.data.prompts import Prompt
 from tests.planner.plan.model_folder import write_model_folder
