@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
+import torch
 from torch import OutOfMemoryError
 
 from learner.backend import LearnerBackend, Models, ValueBackend
@@ -138,6 +140,9 @@ class GuardedModel:
                 f"microbatches of {tokens} tokens, as long as the longest row, do not fit: {error}",
                 hint="Lower rollout.max_tokens, raise learner.tp or cp, or turn on recompute",
             ) from error
+        traceback.clear_frames(error.__traceback__)  # they hold what the pass had computed
+        if torch.cuda.is_initialized():  # its allocator keeps blocks of the size that did not fit
+            torch.cuda.empty_cache()
         log.warning("out of memory (%s): %s; the pass is tried again", self._part, done)
 
     def _hint(self) -> str:

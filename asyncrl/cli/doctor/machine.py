@@ -16,7 +16,6 @@ import psutil
 from asyncrl.cli.doctor.files import MAX_NAMED, look_at
 from asyncrl.cli.doctor.finding import Finding, judge
 from asyncrl.control.machine.processes import SHM, pids_of_run
-from asyncrl.control.machine.resources import count_gpus
 from asyncrl.core.files.private import is_own
 
 GB = 10**9
@@ -27,11 +26,10 @@ MIN_FILES, MIN_PROCESSES = 4096, 4096
 
 
 def check_processors() -> Iterator[Finding]:
-    """Yield CPUs and GPUs."""
+    """Yield the CPUs that this process may use."""
     num_cpus = len(os.sched_getaffinity(0))
     advice = "The quickstart wants 2 CPUs; on one, set learner.cpus and rollout.cpus lower"
     yield judge("cpu", f"{num_cpus} CPUs", num_cpus >= MIN_CPUS, advice)
-    yield Finding("gpu", "ok", f"{count_gpus()} NVIDIA GPUs" if count_gpus() else "none: runs use the CPU")
 
 
 def check_memory() -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +59,26 @@ def test_out_of_memory_halves_the_microbatches_says_so_and_trains_the_same(model
     assert "the token budget of a microbatch went from 16384 to" in caplog.text
     assert "what to change: set learner.max_tokens_per_microbatch" in caplog.text
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 1e-5
+
+
+def test_before_a_pass_is_tried_again_on_a_gpu_its_tensors_are_gone_and_the_allocator_s_blocks_too(
+    model, monkeypatch
+):
+    held, alive_at_release = [], []
+
+    def loss(logprobs_N, entropy_N, microbatch):
+        if not held:
+            activations = torch.zeros(8)
+            held.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return objective.loss(logprobs_N, entropy_N, microbatch)
+
+    objective = open_objective()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive_at_release.append(held[0]() is not None))
+    with contextlib.closing(open_backend(model)) as backend:
+        GuardedModel(backend).update(prepare_step(backend, objective, 0)[0], loss)
+    assert alive_at_release == [False]
 
 
 def test_after_an_update_a_forward_pass_is_again_one_that_no_other_rank_waits_in(model):
