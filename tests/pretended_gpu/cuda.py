@@ -16,17 +16,17 @@ import torch
 from learner.attention import varlen
 from learner.numerics import device
 from tests.learner.attention import reference
-from tests.pretended_gpu.tensors import GPU, note_wait, within_kernel
+from tests.pretended_gpu.tensors import COPIES, GPU, finish_copies, note_wait, within_kernel
 
 
 class Stream:
-    """A stream that has always done what it was given."""
+    """A stream: what it computes is there at once, what it copies to the host once that is waited for."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.device, self.cuda_stream = GPU, 0
 
     def synchronize(self) -> None:
-        note_wait()
+        _synchronize()
 
     def wait_stream(self, _: Stream) -> None:
         pass
@@ -42,16 +42,17 @@ class Stream:
 
 
 class Event:
-    """An event that has happened."""
+    """An event behind the copies that were issued before it was recorded."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        pass
+        self._position = 0
 
     def record(self, _: Stream | None = None) -> None:
-        pass
+        self._position = len(COPIES)
 
     def synchronize(self) -> None:
         note_wait()
+        finish_copies(self._position)
 
     def wait(self, _: Stream | None = None) -> None:
         pass
@@ -61,6 +62,11 @@ class Event:
 
     def elapsed_time(self, _: Event) -> float:
         return 0.0
+
+
+def _synchronize(*_: object) -> None:
+    note_wait()
+    finish_copies()
 
 
 def _on_gpu_where_asked(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -93,7 +99,7 @@ def install() -> None:
         "get_device_capability": lambda *_: (9, 0),
         "get_device_name": lambda *_: "pretended",
         "get_device_properties": lambda *_: properties,
-        "synchronize": lambda *_: note_wait(),
+        "synchronize": _synchronize,
         "empty_cache": lambda: None,
         "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0,

@@ -6,10 +6,16 @@ python -m tests.pretended_gpu.learner_steps MODEL OUTPUT DTYPE...
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+
+from weight_sync.memory.manifest import TensorSpec, plan
+from weight_sync.memory.parts import Part, PartWriter
+from weight_sync.memory.writer import WriteTimes
 
 MAX_TOKENS = 64
 
@@ -39,9 +45,20 @@ def run(model: Path, dtype: str, folder: Path, gpus: int) -> dict[str, Any]:
     backend.load_state(folder / "state")
     found["resumed"] = train(backend, range(3, 4))
     found["exported"] = {name: tensor.detach().cpu().clone() for name, tensor in backend.named_tensors()}
+    found["published"] = publish(backend.named_parts())
     found["device"] = str(next(backend._chunks[0].parameters()).device)
     backend.close()
     return found
+
+
+def publish(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the bytes of a version that these parts are, and its digests."""
+    specs = [TensorSpec(part.name, "bfloat16", part.shape) for part in parts if part.row == part.column == 0]
+    layout = plan(specs, 1 << 14)
+    bytes_B = np.zeros(layout.total_bytes, dtype=np.uint8)
+    writer = PartWriter(layout, parts)
+    digests = writer.write(bytes_B, WriteTimes())
+    return {"bytes": torch.from_numpy(bytes_B), "digests": digests}
 
 
 def main() -> None:

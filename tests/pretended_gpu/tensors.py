@@ -23,7 +23,9 @@ _NAMES = (GPU.type, _UNDERNEATH.type)
 WAITS: Counter[str] = Counter()
 """Times that the host waited for the device, by file and line."""
 PACKAGES = ("/learner/", "/weight_sync/", "/rollout_service/", "/megatron/")
-_COPIES = ("aten::_to_copy", "aten::copy_")
+COPIES: list[Callable[[], object]] = []
+"""Copies to the host that are under way, in their order."""
+_COPYING = ("aten::_to_copy", "aten::copy_")
 _READS = (
     "aten::_local_scalar_dense",
     "aten::equal",
@@ -175,12 +177,14 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if wanted is not None:
         kwargs["device"] = torch.device("cpu")
     kwargs.pop("pin_memory", None)
+    if name == "aten::copy_" and _is_under_way(args, kwargs):
+        return _copy_later(args[0], args[1].values)
     found = _compute(func, tree_map(_values, args), tree_map(_values, kwargs))
     goes_to_cpu = name == "aten::_to_copy" and wanted is not None and not to_gpu_is_asked
     if name == "aten::_local_scalar_dense" or goes_to_cpu:
         return found
     if name == "aten::copy_" and not isinstance(args[0], GpuTensor):
-        return args[0]
+        return args[0]  # the copy is made
     wrapped = tree_map(lambda one: GpuTensor(one) if type(one) is torch.Tensor else one, found)
     return return_and_correct_aliasing(func, args, kwargs, wrapped)
 
@@ -195,6 +199,30 @@ def _run_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return found
 
 
+def _is_under_way(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    target, _, *others = args
+    is_async = bool(kwargs.get("non_blocking") or any(others))
+    return is_async and not isinstance(target, GpuTensor) and _is_pinned(target)
+
+
+def _copy_later(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Leave nonsense where the copy goes until the host waits for it."""
+    source = values.clone()
+    COPIES.append(lambda: target.copy_(source))
+    return target.fill_(float("nan") if target.is_floating_point() else 1)
+
+
+def finish_copies(position: int | None = None) -> None:
+    """Make the copies to the host that were issued, up to a position in their order; all by default."""
+    for index, copy in enumerate(COPIES[:position]):
+        copy()
+        COPIES[index] = _done
+
+
+def _done() -> None:
+    pass
+
+
 def _values(leaf: Any) -> Any:
     return leaf.values if isinstance(leaf, GpuTensor) else leaf
 
@@ -204,7 +232,7 @@ def _is_pinned(tensor: torch.Tensor) -> bool:
 
 
 def _check_devices(name: str, leaves: Sequence[torch.Tensor], is_on_gpu: bool) -> None:
-    if not is_on_gpu or name in (*_COPIES, *_INDEXING):
+    if not is_on_gpu or name in (*_COPYING, *_INDEXING):
         return
     takes_numbers = not name.startswith(_LISTS)  # as tensors of the CPU without a dimension
     on_cpu = [leaf for leaf in leaves if not isinstance(leaf, GpuTensor)]
@@ -225,7 +253,7 @@ def _count_wait(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], to_gpu
             note_wait()
     elif name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
         note_wait()
-    elif name in _COPIES:
+    elif name in _COPYING:
         source, target = (args[1], args[0]) if name == "aten::copy_" else (args[0], None)
         is_within = isinstance(source, GpuTensor) and (
             isinstance(target, GpuTensor) if target is not None else to_gpu_is_asked or "device" not in kwargs

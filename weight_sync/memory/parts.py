@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import xxhash
@@ -23,8 +23,8 @@ from asyncrl.core.errors import SyncError
 from weight_sync.memory.manifest import ITEM_BYTES, Layout, TensorEntry, align
 from weight_sync.memory.writer import PIECE_BYTES, Bytes, WriteTimes
 
-DEVICE_PIECE_BYTES = 64 << 20
-"""Per copy from an accelerator, whose calls cost more than what a cache saves."""
+BUFFER_BYTES = 64 << 20
+"""Per copy from a GPU, whose calls cost more than what a cache saves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +87,65 @@ class _Spot:
         return self.start + (len(self.part.values_RC) - 1) * self.stride_bytes + self.width_bytes
 
 
+class Fetch(NamedTuple):
+    """A copy to be made; `end` names it.
+
+    Attributes:
+        source: On the GPU, of `BUFFER_BYTES` at most in the target's dtype. Any strides.
+        target: In the host's memory, of the same shape. Any strides.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    end: int
+
+
+_Issued: TypeAlias = tuple[Fetch, torch.Tensor, torch.cuda.Event]
+
+
+class BounceReader:
+    """Copies from a GPU into the host's memory through two pinned buffers, on a stream of its own.
+
+    A copy into memory that is not pinned goes at a tenth of the bus, and the host waits for it. Here the GPU
+    fills one buffer while the host empties the other. Invariant: a buffer is read once its event has
+    happened, and filled again once it has been read.
+    """
+
+    def __init__(self, buffer_bytes: int) -> None:
+        self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._stream = torch.cuda.Stream()
+
+    def copy(self, fetches: Iterable[Fetch]) -> Iterator[int]:
+        """Copy what the current stream has computed so far; yield the `end` of each copy that is made."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        issued: _Issued | None = None
+        for index, fetch in enumerate(fetches):
+            following = self._issue(fetch, self._buffers[index % 2])
+            if issued is not None:
+                yield _finish(issued)
+            issued = following
+        if issued is not None:
+            yield _finish(issued)
+
+    def _issue(self, fetch: Fetch, buffer: torch.Tensor) -> _Issued:
+        num_bytes, event = fetch.target.numel() * fetch.target.itemsize, torch.cuda.Event()
+        staged = buffer[:num_bytes].view(fetch.target.dtype).view(fetch.target.shape)
+        with torch.cuda.stream(self._stream):
+            packed = fetch.source.to(
+                fetch.target.dtype
+            ).contiguous()  # columns are gathered where that is fast
+            staged.copy_(packed, non_blocking=True)
+            event.record(self._stream)
+        return fetch, staged, event
+
+
+def _finish(issued: _Issued) -> int:
+    fetch, staged, event = issued
+    event.synchronize()
+    fetch.target.copy_(staged)
+    return fetch.end
+
+
 class PartWriter:
     """Writes the parts of one rank into segments of one layout.
 
@@ -107,6 +166,7 @@ class PartWriter:
         self._gaps = [gap for spot in self._spots for gap in _gap_after(spot)]
         self.num_bytes = sum(spot.width_bytes * len(spot.part.values_RC) for spot in self._spots)
         self.whole_buckets = self._find_whole_buckets()
+        self._bounce: BounceReader | None = None
 
     def write(self, bytes_B: Bytes, times: WriteTimes) -> dict[int, bytes]:
         """Copy all parts into the mapped segment; return the digests of the whole buckets."""
@@ -114,17 +174,30 @@ class PartWriter:
             bytes_B[start:end] = 0
         digester = _Digester(self._layout, self.whole_buckets, bytes_B)
         began = time.perf_counter()
-        for spot, source in zip(self._spots, self._sources, strict=True):
-            copies = _copy_bytes(bytes_B, spot, source) if source is not None else _copy_any(bytes_B, spot)
-            for end in copies:
-                copied = time.perf_counter()
-                digester.advance(end)
-                times.copy_s += copied - began
-                began = time.perf_counter()
-                times.digest_s += began - copied
+        for end in self._copy(bytes_B):
+            copied = time.perf_counter()
+            digester.advance(end)
+            times.copy_s += copied - began
+            began = time.perf_counter()
+            times.digest_s += began - copied
         digester.advance(self._layout.total_bytes)
         times.digest_s += time.perf_counter() - began
         return digester.digests
+
+    def _copy(self, bytes_B: Bytes) -> Iterator[int]:
+        """Copy piece by piece, in ascending order; yield the byte after each."""
+        if any(spot.part.values_RC.is_cuda for spot in self._spots):
+            self._bounce = self._bounce or BounceReader(BUFFER_BYTES)
+            fetches = (fetch for spot in self._spots for fetch in _fetches(bytes_B, spot, BUFFER_BYTES))
+            yield from self._bounce.copy(fetches)
+            return
+        for spot, source in zip(self._spots, self._sources, strict=True):
+            if source is not None:
+                yield from _copy_bytes(bytes_B, spot, source)
+                continue
+            for fetch in _fetches(bytes_B, spot, PIECE_BYTES):
+                fetch.target.copy_(fetch.source)
+                yield fetch.end
 
     def digest(self, bytes_B: Bytes, buckets: Sequence[int], times: WriteTimes) -> dict[int, bytes]:
         """Return the digests of `buckets` as they lie in the segment."""
@@ -220,19 +293,18 @@ def _copy_bytes(bytes_B: Bytes, spot: _Spot, source: Bytes) -> Iterator[int]:
     yield spot.end
 
 
-def _copy_any(bytes_B: Bytes, spot: _Spot) -> Iterator[int]:
-    """As `_copy_bytes`, from any device and any dtype."""
+def _fetches(bytes_B: Bytes, spot: _Spot, most_bytes: int) -> Iterator[Fetch]:
+    """Yield the copies of a part from any device and of any dtype, of `most_bytes` at most or one row."""
     entry, part = spot.entry, spot.part
     tensor_B = torch.from_numpy(bytes_B[entry.offset : entry.offset + entry.num_bytes])
     dtype: Any = getattr(torch, entry.dtype)
     full_RC = tensor_B.view(dtype).view(-1, spot.stride_bytes // dtype.itemsize)
     target_RC = full_RC[part.row :, part.column : part.column + part.values_RC.shape[1]]
-    most = PIECE_BYTES if part.values_RC.device.type == "cpu" else DEVICE_PIECE_BYTES
-    step = max(1, most // spot.width_bytes)
+    step = max(1, most_bytes // spot.width_bytes)
     for row in range(0, len(part.values_RC), step):
-        piece_RC = part.values_RC[row : row + step].detach()
-        target_RC[row : row + len(piece_RC)].copy_(piece_RC)
-        yield spot.start + (row + len(piece_RC) - 1) * spot.stride_bytes + spot.width_bytes
+        source_RC = part.values_RC[row : row + step].detach()
+        end = spot.start + (row + len(source_RC) - 1) * spot.stride_bytes + spot.width_bytes
+        yield Fetch(source_RC, target_RC[row : row + len(source_RC)], end)
 
 
 def merge_digests(tables: Sequence[Mapping[int, bytes]], num_buckets: int) -> bytes:
