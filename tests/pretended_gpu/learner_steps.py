@@ -42,6 +42,11 @@ def run(model: Path, dtype: str, folder: Path, gpus: int) -> dict[str, Any]:
     WAITS.update(before)
     found["waits of a step"] = dict(WAITS)
     backend.save_state(folder / "state")
+    train(backend, range(3, 4))
+    backend.load_state(folder / "state")
+    found["rolled back"] = train(backend, range(3, 4))
+    backend.close()
+    backend = open_backend(model, dtype=dtype, gpus=gpus, max_tokens_per_microbatch=MAX_TOKENS)
     backend.load_state(folder / "state")
     found["resumed"] = train(backend, range(3, 4))
     found["exported"] = {name: tensor.detach().cpu().clone() for name, tensor in backend.named_tensors()}

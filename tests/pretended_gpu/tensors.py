@@ -212,15 +212,11 @@ def _copy_later(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return target.fill_(float("nan") if target.is_floating_point() else 1)
 
 
-def finish_copies(position: int | None = None) -> None:
-    """Make the copies to the host that were issued, up to a position in their order; all by default."""
-    for index, copy in enumerate(COPIES[:position]):
+def finish_copies() -> None:
+    """Make all copies to the host: it has waited for one, and the GPU may be ahead of it."""
+    for copy in COPIES:
         copy()
-        COPIES[index] = _done
-
-
-def _done() -> None:
-    pass
+    COPIES.clear()
 
 
 def _values(leaf: Any) -> Any:

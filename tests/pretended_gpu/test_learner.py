@@ -49,12 +49,15 @@ def test_log_probs_are_those_of_the_cpu(found: dict[str, Any]) -> None:
         torch.testing.assert_close(ours, wanted, atol=found["tolerance"], rtol=0.0)
 
 
-@pytest.mark.parametrize("part", ["metrics", "resumed"])
-def test_updates_before_and_after_a_resume_are_those_of_the_cpu(found: dict[str, Any], part: str) -> None:
+@pytest.mark.parametrize("part", ["metrics", "rolled back", "resumed"])
+def test_updates_before_and_after_a_rollback_and_a_resume_are_those_of_the_cpu(
+    found: dict[str, Any], part: str
+) -> None:
     assert len(found[part]) == len(found["cpu"][part]) > 0
     for ours, wanted in zip(found[part], found["cpu"][part], strict=True):
         assert ours == pytest.approx(wanted, abs=found["tolerance"], rel=found["tolerance"])
         assert ours["actor/grad_norm"] > 0
+    assert found["rolled back"] == found["resumed"]
 
 
 def test_weights_that_are_exported_are_those_of_the_cpu(found: dict[str, Any]) -> None:
