@@ -17,7 +17,6 @@ ALONE = frozenset({"tests/learner", "tests/system"})
 """Folders of folders, with one file besides: what their folders share."""
 SMALL = frozenset(
     {
-        "asyncrl.cli.doctor.examination",
         "asyncrl.cli.rollouts.command",
         "asyncrl.control.record.sinks.swanlab",
         "asyncrl.control.record.sinks.trackio",
