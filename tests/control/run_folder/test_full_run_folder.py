@@ -23,6 +23,11 @@ PAGE_BYTES = 4096
 """Of a file system in memory: what fits into a file's last page needs no room."""
 
 
+def obstacles_in(folder: Path) -> list[str]:
+    """Return the obstacles among a run's events."""
+    return [one["text"] for one in load_events(RunDir(folder).events) if one["kind"] == "obstacle"]
+
+
 def test_a_full_disk_is_an_event_on_it_and_an_obstacle_until_there_is_room(small_disk: Path) -> None:
     replace = {**REPLACE, "learner": "scripted_services:PacedLearner"}
     supervisor, _ = make_supervisor(small_disk, steps=8, replace=replace)
@@ -34,8 +39,8 @@ def test_a_full_disk_is_an_event_on_it_and_an_obstacle_until_there_is_room(small
     (found,) = told_by(supervisor)["obstacles"]
     assert (found["service"], found["cause"]) == ("supervisor.0", "disk_full")
     assert "No space left on device" in found["reason"] and str(small_disk) in found["reason"]
-    told = [one["text"] for one in load_events(RunDir(small_disk).events) if one["kind"] == "obstacle"]
-    assert told == [found["reason"]]
+    wait_for(lambda: bool(obstacles_in(small_disk)))  # the status says it first
+    assert obstacles_in(small_disk) == [found["reason"]]
     (small_disk / "ballast").unlink()
     wait_for(lambda: not told_by(supervisor)["obstacles"])
     (small_disk / "go-on").touch()
