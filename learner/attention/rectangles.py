@@ -1,4 +1,4 @@
-"""Padded rectangles of pieces of similar length, for scaled dot-product attention: the CPU's way.
+"""Padded rectangles of pieces of similar length, for scaled dot-product attention.
 
 Owns the index tensors that turn packed positions into padded ones and back; they are made once per microbatch
 and shared by all layers. It must never compute piece by piece: thousands of short rows are normal. Invariant:
@@ -171,7 +171,7 @@ def _spread(starts_P: torch.Tensor, counts_P: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _mask(num_queries_P: torch.Tensor, num_keys_P: torch.Tensor) -> torch.Tensor:
-    """Return [P, 1, Q, W]: the keys up to the query's own; a padded query sees all."""
+    """Return [P, 1, Q, W]: the keys up to the query's own; a padded query sees its piece's at least."""
     query_Q, key_W = torch.arange(int(num_queries_P.max())), torch.arange(int(num_keys_P.max()))
     return (num_keys_P - num_queries_P)[:, None, None, None] + query_Q[:, None] >= key_W
 

@@ -52,6 +52,7 @@ def test_the_reward_of_the_page_gives_the_scores_that_it_names(tmp_path: Path):
     assert "here 1.1, 1.0 and 0.1" in (YOUR_OWN / "reward.md").read_text()
 
 
+@pytest.mark.long
 def test_the_model_of_the_page_is_one_that_a_plan_accepts(tmp_path: Path):
     *_, plan = run_page("model", tmp_path)
     size = (tmp_path / "small_model" / "model.safetensors").stat().st_size

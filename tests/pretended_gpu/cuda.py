@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from learner.attention import varlen
 from learner.numerics import device
 from tests.learner.attention import reference
 from tests.pretended_gpu.tensors import GPU, finish_copies, note_wait, within_kernel
+
+VARLEN_CALLS: Counter[str] = Counter()
+"""Calls of the stand-in for the variable-length kernel."""
 
 
 class Stream:
@@ -78,6 +82,7 @@ def _on_gpu_where_asked(factory: Callable[..., torch.Tensor]) -> Callable[..., t
 
 @functools.wraps(reference.varlen_attn)
 def _attend(*args: Any, **options: Any) -> torch.Tensor:
+    VARLEN_CALLS["forward"] += 1
     with within_kernel():
         return reference.varlen_attn(*args, **options)
 

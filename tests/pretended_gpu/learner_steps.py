@@ -30,7 +30,7 @@ def run(model: Path, dtype: str, folder: Path, gpus: int) -> dict[str, Any]:
     backend = open_backend(model, dtype=dtype, gpus=gpus, max_tokens_per_microbatch=MAX_TOKENS)
     objective = open_objective()
     found: dict[str, Any] = {"logprobs": backend.logprobs(build_batch(make_groups(), 0, {1: 0}))}
-    found["metrics"] = train(backend, range(2))
+    found["metrics"] = train(backend, range(1))
     WAITS.clear()
     minibatch, _ = prepare_step(backend, objective, 2)
     before = dict(WAITS)
@@ -73,8 +73,10 @@ def main() -> None:
 
     cuda.install()
     for dtype in dtypes:
+        cuda.VARLEN_CALLS.clear()
         with PretendedGpu():
             found = run(Path(model), dtype, Path(output) / dtype, 1)
+        found["varlen calls"] = cuda.VARLEN_CALLS.total()
         torch.save(found, Path(output) / f"{dtype}.pt")
 
 

@@ -257,7 +257,7 @@ def _count_wait(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], to_gpu
         is_async = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
         host = source if not isinstance(source, GpuTensor) else target
         has_pinned = host is not None and _is_pinned(host)
-        if not is_within and not (is_async and has_pinned) and source.dim():
+        if not is_within and not (is_async and has_pinned):
             note_wait()
 
 

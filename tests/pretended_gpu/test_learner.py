@@ -26,7 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = save_model(folder / "model")
     command = [sys.executable, "-m", "tests.pretended_gpu.learner_steps", str(model), str(folder), *TOLERANCE]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200.0, check=False
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     return folder
 
@@ -42,6 +44,10 @@ def found(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
 
 def test_all_of_the_model_is_on_the_gpu(found: dict[str, Any]) -> None:
     assert found["device"] == "cuda:0" and found["cpu"]["device"] == "cpu"
+
+
+def test_attention_in_16_bit_is_the_kernel_s_for_variable_lengths(found: dict[str, Any]) -> None:
+    assert (found["varlen calls"] > 0) == (found["tolerance"] == TOLERANCE["bfloat16"])
 
 
 def test_log_probs_are_those_of_the_cpu(found: dict[str, Any]) -> None:

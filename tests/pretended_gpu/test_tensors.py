@@ -59,6 +59,8 @@ def test_an_operation_on_both_devices_is_refused_and_a_number_is_none() -> None:
         (lambda x: x.tolist(), 1),
         (lambda x: bool((x > 0).any()), 1),
         (lambda x: x.cpu(), 1),
+        (lambda x: x.sum().cpu(), 1),
+        (lambda x: torch.tensor(2.0).to(GPU), 1),
         (lambda x: x[x > 0], 1),
         (lambda x: x[torch.tensor([0])], 1),
         (lambda x: torch.equal(x, x), 1),

@@ -1,11 +1,12 @@
 """Writer of one rank's parts of a version, straight into a mapped segment.
 
-A rank's *part* is a rectangle of a full tensor; it is copied as the view it is, in pieces that stay in
-the processor's cache. Owns the place of each part and the digests of *whole* buckets: those that
-this rank writes alone, from the first byte to the last, digested piece by piece right after the copy.
+A rank's *part* is a rectangle of a full tensor; it is copied as the view it is. On the CPU the pieces
+stay in the processor's cache; from a GPU they come through two pinned buffers of 64 MiB. Owns the place of
+each part and the digests of *whole* buckets: those that this rank writes alone, from the first byte to the
+last, digested piece by piece right after the copy.
 Buckets that several ranks write can only be digested once all have written.
-Invariants: zeros between tensors are written by the rank that holds the tensor's last element; no
-bytes of a part are copied anywhere else on the way.
+Invariants: zeros between tensors are written by the rank that holds the tensor's last element; on the
+CPU no bytes of a part are copied anywhere else on the way.
 """
 
 from __future__ import annotations
@@ -294,17 +295,21 @@ def _copy_bytes(bytes_B: Bytes, spot: _Spot, source: Bytes) -> Iterator[int]:
 
 
 def _fetches(bytes_B: Bytes, spot: _Spot, most_bytes: int) -> Iterator[Fetch]:
-    """Yield the copies of a part from any device and of any dtype, of `most_bytes` at most or one row."""
+    """Yield the copies of a part from any device and of any dtype, in order, each of `most_bytes` at most."""
     entry, part = spot.entry, spot.part
     tensor_B = torch.from_numpy(bytes_B[entry.offset : entry.offset + entry.num_bytes])
     dtype: Any = getattr(torch, entry.dtype)
     full_RC = tensor_B.view(dtype).view(-1, spot.stride_bytes // dtype.itemsize)
-    target_RC = full_RC[part.row :, part.column : part.column + part.values_RC.shape[1]]
-    step = max(1, most_bytes // spot.width_bytes)
-    for row in range(0, len(part.values_RC), step):
-        source_RC = part.values_RC[row : row + step].detach()
-        end = spot.start + (row + len(source_RC) - 1) * spot.stride_bytes + spot.width_bytes
-        yield Fetch(source_RC, target_RC[row : row + len(source_RC)], end)
+    source_RC = part.values_RC.detach()
+    height, width = source_RC.shape
+    target_RC = full_RC[part.row : part.row + height, part.column : part.column + width]
+    num_rows, num_columns = max(1, most_bytes // spot.width_bytes), max(1, most_bytes // dtype.itemsize)
+    for row in range(0, height, num_rows):
+        rows = slice(row, min(row + num_rows, height))
+        for column in range(0, width, num_columns):  # more than one where a row is wider than that
+            columns = slice(column, min(column + num_columns, width))
+            end = spot.start + (rows.stop - 1) * spot.stride_bytes + columns.stop * dtype.itemsize
+            yield Fetch(source_RC[rows, columns], target_RC[rows, columns], end)
 
 
 def merge_digests(tables: Sequence[Mapping[int, bytes]], num_buckets: int) -> bytes:

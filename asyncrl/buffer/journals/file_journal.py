@@ -170,7 +170,7 @@ class FileJournal:
             # The learner removes older checkpoints once this one is acknowledged: it must not be undone.
             has_one = any(isinstance(event, Checkpointed) for event in events)
             self._has_checkpoint |= has_one and self._fsync == "everysec"
-        if not (self._backlog or self._unwritten or self._has_checkpoint or self._refusal):
+        if not (self._backlog or self._unwritten or self._has_checkpoint):
             return True
         if self._refusal and self._runtime.now() < self._next_try:
             return False
@@ -201,7 +201,6 @@ class FileJournal:
             self._database.append(digest, data, time_s)
             del self._backlog[0]
             self._num_new_events += num_events
-        self._database.pack()
         if self._fsync == "everysec":
             self._disk.note_commit()
             if self._has_checkpoint and not self._disk.sync_now(self._segments.take_unsynced):
@@ -209,6 +208,15 @@ class FileJournal:
             self._has_checkpoint = False
         elif self._fsync == "never":
             self._segments.forget_finished()
+        self._pack()
+
+    def _pack(self) -> None:
+        """Pack old turns, if the disk takes it: what is committed is committed, and takes more room."""
+        try:
+            self._database.pack()
+        except sqlite3.OperationalError as error:
+            if not is_about_disk(error, self._folder):
+                raise
 
     def _note_refusal(self, error: OSError | sqlite3.OperationalError) -> None:
         """Wait for the disk; raise `error` again if it is not about that."""

@@ -50,13 +50,19 @@ class TurnDatabase:
 
     Raises:
         ConfigError: It cannot be written, or a newer asyncrl has written it.
+        CheckpointError: It is malformed.
     """
 
     def __init__(self, path: Path, synchronous: str, block_turns: int = BLOCK_TURNS) -> None:
         self._block_turns = block_turns
         self._database = _open_database(path, synchronous)
         extent = "SELECT COALESCE(MIN(id), 1), COALESCE(MAX(id), 0) FROM turns"
-        self._first, self._last = self._database.execute(extent).fetchone()
+        try:
+            self._first, self._last = self._database.execute(extent).fetchone()
+        except sqlite3.DatabaseError as error:
+            self._database.close()
+            raise _unreadable(error) from error
+        self._pack_at = self._first + 2 * block_turns - 1
 
     def append(self, digest: str, data: bytes, time_s: float) -> None:
         """Commit a turn. Raises sqlite3.OperationalError if the disk does not take it."""
@@ -77,9 +83,14 @@ class TurnDatabase:
         return _newest_snapshot(self._database, counters)
 
     def pack(self) -> None:
-        """Pack the oldest turns in a block, once there are turns for two. Raises as `append`."""
-        if self._last - self._first + 1 < 2 * self._block_turns:
+        """Pack the oldest turns in a block, once there are turns for two.
+
+        Raises:
+            sqlite3.OperationalError: As `append`; the next try is when as many turns have come again.
+        """
+        if self._last < self._pack_at:
             return
+        self._pack_at = self._last + self._block_turns
         query = "SELECT id, time_s, digest, data FROM turns ORDER BY id LIMIT ?"
         found = self._database.execute(query, (self._block_turns,)).fetchall()
         rows = _limited([_Row(*row) for row in found])
@@ -91,6 +102,7 @@ class TurnDatabase:
             fault_point("buffer.packing", last)
             self._database.execute("DELETE FROM turns WHERE id <= ?", (last,))
         self._first = last + 1
+        self._pack_at = self._first + 2 * self._block_turns - 1
 
     def write_snapshot(self, values: Mapping[str, object]) -> None:
         """Keep a snapshot of the ledger as it stands after the last turn. Raises as `append`."""
@@ -109,7 +121,7 @@ class TurnDatabase:
         try:
             yield
             self._database.execute("COMMIT")
-        except sqlite3.OperationalError:
+        except BaseException:  # an interrupt too: what is committed next is no part of it
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
             raise
@@ -161,7 +173,11 @@ def _read_turns(database: sqlite3.Connection, after: int) -> Iterator[Turn]:
         for row in _read_rows(database, after):
             yield Turn(row.number, row.time_s, unpack_turn(row.number, row.data, row.digest))
     except sqlite3.DatabaseError as error:
-        raise CheckpointError(f"the journal cannot be read: {error}", hint="Restore its folder") from error
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: sqlite3.DatabaseError) -> CheckpointError:
+    return CheckpointError(f"the journal cannot be read: {error}", hint="Restore its folder")
 
 
 def _read_rows(database: sqlite3.Connection, after: int) -> Iterator[_Row]:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from asyncrl.cli.doctor.finding import Finding, judge
 from asyncrl.cli.doctor.packages import installed_version
-from asyncrl.control.machine.resources import DRIVER_GPUS, count_gpus
+from asyncrl.control.machine.resources import DRIVER_GPUS, count_gpus, visible_gpus
 
 DRIVER = Path("/proc/driver/nvidia/version")
 RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
@@ -31,6 +31,7 @@ MAX_LINKS = 18
 class Gpu:
     """One GPU. Memory in bytes; `num_links`: NVLinks that are up."""
 
+    uuid: str
     name: str
     total: int
     free: int
@@ -44,9 +45,14 @@ def check_gpus() -> Iterator[Finding]:
         yield Finding("gpu", "ok", "none: runs use the CPU")
         return
     num_there = len(list(DRIVER_GPUS.iterdir()))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = "" if num_gpus == num_there else f" of {num_there} (CUDA_VISIBLE_DEVICES={visible})"
-    gpus = dict(_visible(enumerate(_read_gpus())))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if num_gpus == num_there else f" of {num_there} (CUDA_VISIBLE_DEVICES={named})"
+    visible = visible_gpus()
+    gpus = {
+        index: gpu
+        for index, gpu in enumerate(_read_gpus())
+        if visible is None or not {str(index), gpu.uuid}.isdisjoint(visible)
+    }
     kinds = sorted({f"{gpu.name}, {gpu.total / GIB:.0f} GiB" for gpu in gpus.values()})
     yield Finding("gpu", "ok", f"{num_gpus}{hidden} NVIDIA GPUs{''.join(f'; {kind}' for kind in kinds)}")
     yield from _check_driver()
@@ -63,13 +69,6 @@ def check_gpus() -> Iterator[Finding]:
         are_linked = all(gpu.num_links for gpu in gpus.values())
         advice = "Ranks exchange over PCIe: prefer learner.dp to learner.tp, and small buckets of gradients"
         yield judge("nvlink", "between GPUs" if are_linked else "none", are_linked, advice)
-
-
-def _visible(gpus: Iterable[tuple[int, Gpu]]) -> Iterator[tuple[int, Gpu]]:
-    """Yield those that CUDA_VISIBLE_DEVICES names by number; all where it names none that way."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    wanted = {int(name) for name in visible.split(",") if name.strip().isdecimal()}
-    return ((index, gpu) for index, gpu in gpus if not wanted or index in wanted)
 
 
 def _check_driver() -> Iterator[Finding]:
@@ -95,7 +94,8 @@ def _read_gpus() -> Iterator[Gpu]:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             links = sum(_is_up(pynvml, handle, link) for link in range(MAX_LINKS))
-            yield Gpu(pynvml.nvmlDeviceGetName(handle), memory.total, memory.free, links)
+            uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+            yield Gpu(uuid, name, memory.total, memory.free, links)
         pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return

@@ -11,7 +11,7 @@ from pathlib import Path
 from asyncrl.buffer.audit import report
 from asyncrl.buffer.audit.account import AccountReport
 from asyncrl.cli.exits import say, show
-from asyncrl.cli.timeline.ticket import Moment, trace_ticket
+from asyncrl.cli.timeline.ticket import TicketMoment, trace_ticket
 from asyncrl.core.errors import ConfigError
 
 
@@ -61,7 +61,7 @@ def print_ticket(run: Path, number: int, as_json: bool) -> None:
     show(*(f"{_clock_time(moment.time_s):<24} {moment.what}" for moment in moments))
 
 
-def find_ticket(run: Path, number: int) -> list[Moment]:
+def find_ticket(run: Path, number: int) -> list[TicketMoment]:
     """Return the history of one ticket of the run in `run`.
 
     Raises:

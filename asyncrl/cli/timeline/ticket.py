@@ -15,14 +15,16 @@ from asyncrl.buffer.ledger.tickets import State, Ticket
 
 
 @dataclass(frozen=True)
-class Moment:
+class TicketMoment:
     """One thing that happened to a ticket."""
 
     time_s: float | None
     what: str
 
 
-def trace_ticket(past: Iterable[TimedEvent], number: int, start: LedgerState | None = None) -> list[Moment]:
+def trace_ticket(
+    past: Iterable[TimedEvent], number: int, start: LedgerState | None = None
+) -> list[TicketMoment]:
     """Return the history of one ticket, oldest first; empty if it was never issued.
 
     Args:
@@ -41,7 +43,7 @@ class Tracer:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.moments: list[Moment] = []
+        self.moments: list[TicketMoment] = []
         self._step = -1
         self._is_settled = False
         self._attempt = 1
@@ -64,17 +66,19 @@ class Tracer:
         if ticket is None:
             if 0 < self.number <= state.num_issued:
                 what = "settled before the snapshot that the journal begins with: trained or dropped"
-                self.moments.append(Moment(None, what))
+                self.moments.append(TicketMoment(None, what))
             return
         self._step, self._attempt = ticket.step, ticket.attempt
         self._is_settled = ticket.state is State.ACKED
-        self.moments.append(Moment(None, f"in the snapshot that the journal begins with: {_stand(ticket)}"))
+        self.moments.append(
+            TicketMoment(None, f"in the snapshot that the journal begins with: {_stand(ticket)}")
+        )
 
     def take(self, timed: TimedEvent) -> None:
         """Add the event's information about the ticket, if it has any."""
         what = self._read(timed.event)
         if what:
-            self.moments.append(Moment(timed.time_s, what))
+            self.moments.append(TicketMoment(timed.time_s, what))
 
     def _read(self, event: ev.Event) -> str:
         kind = type(event)

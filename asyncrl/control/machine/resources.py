@@ -27,15 +27,22 @@ def count_gpus_wanted(config: Config, replicas: int) -> int:
 def count_gpus() -> int:
     """Return the NVIDIA GPUs that processes started from here may use.
 
-    As Ray does: CUDA_VISIBLE_DEVICES, up to the first name that is no GPU, can only lower the number.
+    As Ray does: CUDA_VISIBLE_DEVICES can only lower the number.
     """
     num_there = len(list(DRIVER_GPUS.iterdir())) if DRIVER_GPUS.is_dir() else 0
+    visible = visible_gpus()
+    return num_there if visible is None else min(num_there, len(visible))
+
+
+def visible_gpus() -> list[str] | None:
+    """Return what CUDA_VISIBLE_DEVICES names, numbers or ids, up to the first that is no GPU; None: all."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return num_there
-    names = [name.strip() for name in visible.split(",")]
-    usable = itertools.takewhile(lambda name: name.startswith(("GPU-", "MIG-")) or name.isdecimal(), names)
-    return min(num_there, len(list(usable)))
+        return None
+    names = (name.strip() for name in visible.split(","))
+    return list(
+        itertools.takewhile(lambda name: name.startswith(("GPU-", "MIG-")) or name.isdecimal(), names)
+    )
 
 
 def check_resources(config: Config, replicas: int) -> Iterator[str]:

@@ -29,6 +29,8 @@ from learner.fsdp2.model.rows import Rows, lay_out_padded, lay_out_rows
 log = logging.getLogger(__name__)
 
 PROBE_LENGTHS = (5, 3, 7)
+_HEAD_SIZES = ("head_dim", "qk_head_dim", "v_head_dim", "global_head_dim")
+"""Names of configurations for the size of a head, of queries and of values."""
 PROBE_TOLERANCE = 1e-4
 """Of the largest logit; float32 noise is below 1e-5 of it, another mask or a forgotten cap far above."""
 
@@ -168,7 +170,7 @@ def _probe_rows(is_packed: bool) -> Rows:
 
 def _head_sizes(model: PreTrainedModel) -> frozenset[int]:
     config = model.config.get_text_config()
-    named = (getattr(config, name, None) for name in ("head_dim", "v_head_dim", "global_head_dim"))
+    named = (getattr(config, name, None) for name in _HEAD_SIZES)
     return frozenset(filter(None, named)) or frozenset([config.hidden_size // config.num_attention_heads])
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.journals import file_journal, turn_database
+from asyncrl.buffer.journals import turn_database
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.turn_database import EVENTS, FORMAT, read_newest, read_turns
 from asyncrl.buffer.ledger.events import Event, Opened
 from asyncrl.core.errors import CheckpointError
-from asyncrl.core.obstacle import Cause
 from asyncrl.core.runtime import faults
 
 BLOCK = 4
@@ -105,13 +104,13 @@ def test_a_block_is_bounded_in_bytes_and_takes_one_turn_at_least(
 
 def test_a_reader_beside_a_buffer_that_packs_sees_each_turn_once(tmp_path: Path) -> None:
     journal = make(tmp_path, 5)
-    write(journal, *range(1, 10))
+    write(journal, *range(1, 13))  # a block, and turns that will be one
     with turn_database._reading(tmp_path) as database:
         reading = turn_database._read_turns(database, 0)
         first = next(reading)
-        write(journal, *range(10, 21))
-        assert ask(tmp_path, "SELECT COUNT(*) FROM blocks") == [(3,)]
-        assert [first.number, *(turn.number for turn in reading)] == list(range(1, 10))
+        write(journal, *range(13, 31))
+        assert ask(tmp_path, "SELECT COUNT(*) FROM blocks") == [(5,)]
+        assert [first.number, *(turn.number for turn in reading)] == list(range(1, 13))
     journal.close()
 
 
@@ -133,21 +132,49 @@ def test_a_buffer_that_ends_while_it_packs_loses_no_turn(
     again.close()
 
 
-def test_a_disk_without_room_for_a_block_is_waited_for(
-    tmp_path: Path, on_packing: list[BaseException], monkeypatch: pytest.MonkeyPatch
+def test_a_disk_without_room_for_a_block_holds_up_nothing_and_is_tried_again(
+    tmp_path: Path, on_packing: list[BaseException]
 ) -> None:
-    monkeypatch.setattr(file_journal, "RETRY_S", 0.0)
     journal = make(tmp_path)
     write(journal, *range(1, 8))
     error = sqlite3.OperationalError("database or disk is full")
     error.sqlite_errorcode = sqlite3.SQLITE_FULL
     on_packing.append(error)
-    assert not journal.commit(events(8), 0.0)
-    assert [one.cause for one in journal.obstacles()] == [Cause.DISK_FULL]
-    assert journal.commit([], 0.0) and journal.obstacles() == []
+    write(journal, 8)
+    assert journal.obstacles() == [] and ask(tmp_path, "SELECT last FROM blocks") == []
+    write(journal, *range(9, 12))
+    assert ask(tmp_path, "SELECT last FROM blocks") == []
+    write(journal, 12)
     assert ask(tmp_path, "SELECT last FROM blocks") == [(4,)]
-    assert list(journal.events()) == events(*range(1, 9))
+    assert list(journal.events()) == events(*range(1, 13))
     journal.close()
+
+
+def test_an_error_of_packing_that_is_not_about_room_is_raised(
+    tmp_path: Path, on_packing: list[BaseException]
+) -> None:
+    journal = make(tmp_path)
+    write(journal, *range(1, 8))
+    error = sqlite3.OperationalError("no such table: blocks")
+    error.sqlite_errorcode = sqlite3.SQLITE_ERROR
+    on_packing.append(error)
+    with pytest.raises(sqlite3.OperationalError, match="no such table"):
+        write(journal, 8)
+    journal.close()
+    assert len(read_turns(tmp_path)) == 8
+
+
+def test_a_journal_whose_turns_are_malformed_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    journal = make(tmp_path)
+    write(journal, *range(1, 4))
+    journal.close()
+    ((root,),) = ask(tmp_path, "SELECT rootpage FROM sqlite_master WHERE name = 'turns'")
+    assert isinstance(root, int)
+    with (tmp_path / EVENTS).open("r+b") as file:
+        file.seek((root - 1) * 4096)
+        file.write(bytes(4096))
+    with pytest.raises(CheckpointError, match=r"cannot be read.*malformed"):
+        make(tmp_path)
 
 
 @pytest.mark.parametrize(

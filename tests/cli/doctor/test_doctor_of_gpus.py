@@ -64,10 +64,9 @@ def make_library(free_gib: list[float], num_links: int) -> ModuleType:
         nvmlShutdown=lambda: None,
         nvmlDeviceGetCount=lambda: len(free_gib),
         nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda index: f"GPU-{index}{index}",
         nvmlDeviceGetName=lambda _: "NVIDIA H100 80GB HBM3",
-        nvmlDeviceGetMemoryInfo=lambda index: SimpleNamespace(
-            total=80 << 30, free=int(free_gib[index] * 2**30)
-        ),
+        nvmlDeviceGetMemoryInfo=memory,
         nvmlDeviceGetNvLinkState=link_state,
     )
     return library
@@ -97,14 +96,17 @@ def test_a_driver_that_is_too_old_for_the_packages_fails(machine: Machine) -> No
     assert driver.verdict == "fail" and "CUDA 13 needs a driver from 580 on" in driver.advice
 
 
-def test_memory_that_others_hold_is_told_by_gpu_and_not_for_a_hidden_one(machine: Machine) -> None:
+@pytest.mark.parametrize("visible", ["0", "0,-1,1", "GPU-00"])
+def test_memory_that_others_hold_is_told_by_gpu_and_not_for_a_hidden_one(
+    machine: Machine, visible: str
+) -> None:
     machine.make([79.0, 30.0], links=18)
     memory = machine.findings()["gpu memory"]
     assert memory.verdict == "warn" and memory.found == "others use GPU 1 (30 GiB free)"
-    machine.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    machine.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = machine.findings()
     assert found["gpu memory"].verdict == "ok"
-    assert "1 of 2 (CUDA_VISIBLE_DEVICES=0) NVIDIA GPUs" in found["gpu"].found
+    assert f"1 of 2 (CUDA_VISIBLE_DEVICES={visible}) NVIDIA GPUs" in found["gpu"].found
 
 
 def test_gpus_without_nvlink_are_told(machine: Machine) -> None:

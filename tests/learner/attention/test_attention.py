@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from learner.attention import varlen
 from learner.attention.layout import AttentionLayout, lay_out
 from learner.attention.pieces import whole_rows
 from learner.attention.rectangles import RectanglePieces, line_length
+from learner.fsdp2.model.language_model import Ways
+from learner.fsdp2.ranked import _make_lay_out
 from learner.megatron.model.packing import describe_rows
 from tests.learner.attention import reference
 
@@ -166,6 +169,26 @@ def test_the_kernel_for_variable_lengths_runs_on_gpus_that_have_it(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert varlen.can_run(torch.device(device), dtype, sizes) == can_run
+
+
+def test_the_installed_torch_has_the_kernel_and_its_options() -> None:
+    assert set(inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters) >= varlen._OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("is_packed", "dtype", "expected"),
+    [
+        (True, torch.bfloat16, varlen.VarlenPieces),
+        (True, torch.float32, RectanglePieces),
+        (False, torch.bfloat16, RectanglePieces),
+    ],
+)
+def test_fsdp2_takes_the_kernel_where_its_model_runs_packed_rows(
+    monkeypatch: pytest.MonkeyPatch, is_packed: bool, dtype: torch.dtype, expected: type
+) -> None:
+    monkeypatch.setattr(varlen, "can_run", lambda _, dtype, sizes: dtype is torch.bfloat16 and sizes == {32})
+    lay_out = _make_lay_out(Ways(is_packed, True, frozenset([32])), CPU, dtype)
+    assert isinstance(lay_out([0, 3, 40]).attention, expected)
 
 
 def test_an_older_torch_whose_kernel_lacks_an_option_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield found
 
 
+@pytest.mark.long
 def test_every_token_in_flight_through_twenty_versions_is_of_the_version_that_it_names(served: Served):
     form = served.form
     flight = Flight(
@@ -158,9 +159,8 @@ def test_a_tied_head_that_vllm_s_own_reload_leaves_packed_is_found_by_the_probe_
         assert served.step_of_refusal(steps, probes, stale="") in (1, 2)
 
 
-@pytest.mark.parametrize(
-    "is_tied", [True, pytest.param(False, marks=pytest.mark.long)], ids=["tied", "untied"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 def test_in_bfloat16_each_probe_passes_and_a_kept_tensor_is_refused_in_the_end(tmp_path: Path, is_tied: bool):
     form = Form("qwen3", is_tied=is_tied, vocab_size=131)
     base = form.build(0)

@@ -23,7 +23,7 @@ NUM_ANSWERS = 4
 
 @pytest.fixture(scope="module")
 def run(up: Callable[..., UpRun]) -> UpRun:
-    run = up("learning", f"learner.steps={NUM_STEPS}", "eval.every_steps=20", "eval.prompts=256")
+    run = up("learning", f"learner.steps={NUM_STEPS}", f"eval.every_steps={NUM_STEPS}", "eval.prompts=256")
     code, output = run.finish()
     assert code == 0, output
     return run
@@ -102,7 +102,7 @@ def test_work_and_waiting_add_up_to_wall_time(run: UpRun) -> None:
     for row in rows:
         sums.update({name: value for name, value in row.items() if name.startswith("timing_s/")})
     step_s, other_s = sums.pop("timing_s/step"), sums.pop("timing_s/other")
-    assert sums.total() + other_s == pytest.approx(step_s, rel=0.02)
+    assert other_s >= -0.01 * step_s, "a stage was counted twice"
     assert sums.total() >= 0.7 * step_s
     assert all(0 <= row["perf/rollout_idle_share"] <= 1 for row in rows)
 
