@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -297,3 +298,17 @@ def test_a_bucket_that_one_rank_fills_is_digested_by_no_other(prefix):
 
     first, second = run_ranks(2, publish)
     assert (sorted(first), sorted(second)) == ([-3, 0, 1, 2], [4, 5, 6])
+
+
+def test_a_copy_has_no_more_bytes_than_a_buffer_also_where_rows_are_wider():
+    values = torch.arange(30, dtype=torch.float32).view(3, 10)
+    layout = plan([TensorSpec("w", "float32", (3, 10))], 1 << 12)
+    bytes_B = np.zeros(layout.total_bytes, dtype=np.uint8)
+    spot = parts_module._place(layout.tensors[0], Part("w", (3, 10), 0, 0, values))
+    fetches = list(parts_module._fetches(bytes_B, spot, 16))
+    for fetch in fetches:
+        assert fetch.source.numel() * 4 <= 16 and fetch.source.shape == fetch.target.shape
+        fetch.target.copy_(fetch.source)
+    ends = [fetch.end for fetch in fetches]
+    assert ends == sorted(set(ends)) and ends[-1] == 120
+    assert torch.equal(torch.from_numpy(bytes_B[:120]).view(torch.float32), values.flatten())
