@@ -33,7 +33,6 @@ TELLING = (
     "tests/system/exactness/test_exactness.py",
     "tests/rollout/engine/test_weight_families.py",
     "tests/learner/backends/test_device.py",
-    "tests/simulation/test_seeds.py",
     "tests/docs/test_pages.py",
     "tests/simulation/test_mutants.py",
     "tests/buffer/killed/test_killed.py",
