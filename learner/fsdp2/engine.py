@@ -178,8 +178,10 @@ class Engine:
             except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 if self.make_room is None:
                     raise
-                self.make_room(batch.row_lengths, error, self._group.size == 1)
-                self._end_broken_pass()
+                is_alone = self._group.size == 1
+                if is_alone:  # first: it lets go of layers that are gathered
+                    self._end_broken_pass()
+                self.make_room(batch.row_lengths, error, is_alone)
 
     def _end_broken_pass(self) -> None:
         """Bring FSDP2 back to where a pass begins; only for a lone rank.
