@@ -25,7 +25,7 @@ from learner.numerics.transfer import send_fields
 
 SHORTEST_LINE = 16
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""cuDNN's makes a plan for each new shape, in 55 to 400 ms (flashinfer #5245, sglang #4650), and keeps it."""
+"""All but cuDNN's, which makes and keeps a plan per shape: 55 to 400 ms (flashinfer #5245, sglang #4650)."""
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class PackedBatch:
         return int(lag_N.max()) if len(lag_N) else 0
 
     def to(self, device: torch.device) -> PackedBatch:
-        """Return the batch with its tensors on `device`; what the host must know of it is found before."""
+        """Return the batch with its tensors on `device`; values that the host reads are computed before."""
         if device.type == "cpu":
             return self
         sent = send_fields(self, device)

@@ -107,7 +107,7 @@ _Issued: TypeAlias = tuple[Fetch, torch.Tensor, torch.cuda.Event]
 class BounceReader:
     """Copies from a GPU into the host's memory through two pinned buffers, on a stream of its own.
 
-    A copy into memory that is not pinned goes at a tenth of the bus, and the host waits for it. Here the GPU
+    A copy into memory that is not pinned has a tenth of the bus's rate, and the host waits for it. Here a GPU
     fills one buffer while the host empties the other. Invariant: a buffer is read once its event has
     happened, and filled again once it has been read.
     """

@@ -42,7 +42,7 @@ class Ways:
     Attributes:
         is_packed: Packed tokens [1, N]; else padded rows [R, L].
         is_plain_head: The logits are hidden states times the output embedding, and nothing else.
-        head_sizes: Of attention.
+        head_sizes: Sizes of the heads of attention, of queries and of values.
     """
 
     is_packed: bool

@@ -261,3 +261,15 @@ def test_a_step_without_a_trainable_token_changes_nothing_but_the_decay(model):
         assert metrics["actor/grad_norm"] == 0.0
     assert is_bit_equal(weights_of(backend), before)
     backend.close()
+
+
+@pytest.mark.parametrize("grad_clip", [0.01, 1e9])
+def test_the_optimizer_gets_a_gradient_that_is_clipped_to_its_norm(model, opener, grad_clip):
+    backend = opener(model, grad_clip=grad_clip, betas=(0.9, 0.999))
+    metrics = backend.update(build_batch(make_groups(), 0, {1: 0}), plain_loss)
+    pieces = backend.snapshot_state().pieces
+    # After one step the first moment is a tenth of the gradient that the optimizer was given.
+    given = math.sqrt(sum(float(one.values["exp_avg"].double().square().sum()) for one in pieces)) / 0.1
+    backend.close()
+    norm = metrics["actor/grad_norm"]
+    assert norm > 0.1 and given == pytest.approx(min(norm, grad_clip), rel=1e-3)

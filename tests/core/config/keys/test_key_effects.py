@@ -463,11 +463,14 @@ SHOWN_BY: Mapping[str, tuple[str, str]] = {
         "tests/rollout/data/test_sources.py",
         "test_filters_leave_out_by_function_by_length_and_what_came_before",
     ),
+    "learner.grad_clip": (
+        "tests/learner/backends/test_backend.py",
+        "test_the_optimizer_gets_a_gradient_that_is_clipped_to_its_norm",
+    ),
 }
 """Keys whose effect takes a real part, and the test that has it: its file and its name."""
 NOT_SHOWN: Mapping[str, str] = {
     "critic.lr": "the critic's optimizer has it in place of learner.lr: it takes a backend to see it",
-    "learner.grad_clip": "handed to Megatron's and torch's own clipping; tests only switch it off",
     "learner.weight_decay": "handed to Megatron's and torch's AdamW; tests only switch it off",
 }
 """Keys that are only known to be read (`test_every_key_acts`), and why."""

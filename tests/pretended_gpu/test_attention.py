@@ -1,0 +1,33 @@
+"""Attention of padded rows on a pretended GPU: never by cuDNN, which plans each new shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from learner.attention.pieces import whole_rows
+from learner.attention.rectangles import RectanglePieces
+from tests.pretended_gpu.tensors import GPU, PretendedGpu, to_gpu
+
+
+@pytest.mark.parametrize("is_on_gpu", [True, False])
+def test_cudnn_is_asked_on_the_cpu_alone(monkeypatch: pytest.MonkeyPatch, is_on_gpu: bool) -> None:
+    real, is_cudnn_allowed = functional.scaled_dot_product_attention, []
+
+    def attend(*args: torch.Tensor, **options: object) -> torch.Tensor:
+        is_cudnn_allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return real(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    values = torch.randn(43, 2, 8, generator=torch.Generator().manual_seed(0))
+    layout = RectanglePieces.of(whole_rows([0, 40, 43]))
+    alone = layout.attend(values, values, values, None)
+    if is_on_gpu:
+        is_cudnn_allowed.clear()
+        with PretendedGpu():
+            on_gpu = to_gpu(values)
+            found = layout.to(GPU).attend(on_gpu, on_gpu, on_gpu, None)
+            torch.testing.assert_close(found.cpu(), alone)
+    assert is_cudnn_allowed == [not is_on_gpu] * 2
