@@ -75,7 +75,7 @@ class ReplicaClient:
 
     Args:
         address: Of the buffer.
-        replica: The replica's name; call `retire` first if an earlier process had it.
+        replica: The replica's name; call `deregister` first if an earlier process had it.
         keys: Of the run, if its sockets have any (`asyncrl.core.sockets.keys`).
         runtime: Of the process; a program of its own needs none.
     """
@@ -141,21 +141,21 @@ class ReplicaClient:
         asked = wire.Push(self.replica, group.ticket, group.attempt)
         return (await self._ask(wire.PUSH, asked, encode_group(group))).message.result
 
-    async def carry(self, group: Group) -> str:
+    async def push_partial(self, group: Group) -> str:
         """Return a lease with the work done so far, while draining; return its fate.
 
-        The next attempt at the ticket may go on from it. Returns `carried`, `released` (no room: the
+        The next attempt at the ticket may go on from it. Returns `stored`, `released` (no room: the
         work is lost, the lease is returned) or `late`.
 
         Raises:
             WireError: The group is malformed; its attempt counts as failed.
         """
-        asked = wire.Carry(self.replica, group.ticket, group.attempt)
-        return (await self._ask(wire.CARRY, asked, encode_group(group))).message.result
+        asked = wire.PushPartial(self.replica, group.ticket, group.attempt)
+        return (await self._ask(wire.PUSH_PARTIAL, asked, encode_group(group))).message.result
 
-    async def fetch_carry(self, ticket: int, attempt: int) -> Group | None:
+    async def fetch_partial(self, ticket: int, attempt: int) -> Group | None:
         """Return the work that this leased attempt may go on from, or None: start from the prompt."""
-        found = await self._ask(wire.FETCH_CARRY, wire.FetchCarry(self.replica, ticket, attempt))
+        found = await self._ask(wire.FETCH_PARTIAL, wire.FetchPartial(self.replica, ticket, attempt))
         return decode_group(found.frames) if found.message.found else None
 
     async def fail(self, ticket: int, attempt: int, reason: str) -> None:
@@ -166,9 +166,9 @@ class ReplicaClient:
         """Return leases unfinished, while draining."""
         await self._ask(wire.RELEASE, wire.Release(self.replica, tuple(held)))
 
-    async def retire(self) -> None:
+    async def deregister(self) -> None:
         """Return all that this replica's name holds."""
-        await self._ask(wire.RETIRE, wire.Retire(self.replica))
+        await self._ask(wire.DEREGISTER, wire.Deregister(self.replica))
 
     async def evaluated(
         self, order: EvaluationOrder, version: int, metrics: Mapping[str, float | Tally]

@@ -105,7 +105,7 @@ class LeaseGrant(Message, frozen=True):
         source, pass_number, index: The prompt: `index` counts over all sources, one after the other;
             `pass_number` is the traversal of this source.
         seed: Of the ticket; `orders.sample_seed(run_seed, ticket, sample)` is a sample's own.
-        carry_attempt: The attempt whose partial work `fetch_carry` returns, 0 for none.
+        partial_attempt: The attempt whose partial rollout `fetch_partial` returns, 0 for none.
     """
 
     ticket: int
@@ -115,7 +115,7 @@ class LeaseGrant(Message, frozen=True):
     index: int
     seed: int
     lease_s: float
-    carry_attempt: int = 0
+    partial_attempt: int = 0
 
     @property
     def key(self) -> tuple[int, int]:
@@ -159,21 +159,22 @@ class Push(OfAttempt, frozen=True):
     """Hands a finished group over, in the frames."""
 
 
-class Carry(OfAttempt, frozen=True):
+class PushPartial(OfAttempt, frozen=True):
     """Returns a lease with the work done so far, in the frames."""
 
 
 class Settled(Message, frozen=True):
-    """Result of a push (stored, duplicate, late, dropped) or of a carry (carried, released, late)."""
+    """Result of a push (stored, duplicate, late, dropped) or of a partial push (stored, released,
+    late)."""
 
     result: str
 
 
-class FetchCarry(OfAttempt, frozen=True):
+class FetchPartial(OfAttempt, frozen=True):
     """Asks for the work that this leased attempt may go on from."""
 
 
-class FetchedCarry(Message, frozen=True):
+class FetchedPartial(Message, frozen=True):
     """Whether the frames hold work."""
 
     found: bool
@@ -191,7 +192,7 @@ class Release(OfReplica, frozen=True):
     tickets: Attempts
 
 
-class Retire(OfReplica, frozen=True):
+class Deregister(OfReplica, frozen=True):
     """Returns all that the replica's name holds."""
 
 
@@ -360,11 +361,11 @@ DESCRIBE_DATA = Operation("describe_data", DescribeData, Done)
 LEASE = Operation("lease", Lease, LeaseReply)
 RENEW = Operation("renew", Renew, Renewed)
 PUSH = Operation("push", Push, Settled)
-CARRY = Operation("carry", Carry, Settled)
-FETCH_CARRY = Operation("fetch_carry", FetchCarry, FetchedCarry)
+PUSH_PARTIAL = Operation("push_partial", PushPartial, Settled)
+FETCH_PARTIAL = Operation("fetch_partial", FetchPartial, FetchedPartial)
 FAIL = Operation("fail", Fail, Done)
 RELEASE = Operation("release", Release, Done)
-RETIRE = Operation("retire", Retire, Done)
+DEREGISTER = Operation("deregister", Deregister, Done)
 EVALUATED = Operation("evaluated", Evaluated, NextPart)
 
 OPEN = Operation("open", Open, Opening)

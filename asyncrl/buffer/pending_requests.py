@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from asyncrl.buffer.messages import FETCH, FETCH_CARRY, LEASE, STATUS
+from asyncrl.buffer.messages import FETCH, FETCH_PARTIAL, LEASE, STATUS
 from asyncrl.core.rpc import Request
 from asyncrl.core.rpc.message import Message
 from asyncrl.core.runtime.clock import Clock
@@ -28,7 +28,7 @@ Attempt = Callable[[], Message | None]
 """Returns the answer, or None to wait on; raises to refuse."""
 Owner = tuple[str, str]
 """(role, name)."""
-QUIET_OPS = frozenset(one.name for one in (LEASE, FETCH, FETCH_CARRY, STATUS))
+QUIET_OPS = frozenset(one.name for one in (LEASE, FETCH, FETCH_PARTIAL, STATUS))
 """Operations that never complete a pending request by themselves; their events do."""
 MIN_KEPT = 64
 """Of those that have left, and hold memory until they are forgotten; beyond it as many as wait."""

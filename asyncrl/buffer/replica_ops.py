@@ -29,11 +29,11 @@ class ReplicaOps:
         operations.add(wire.LEASE, self.lease)
         operations.add(wire.RENEW, self.renew)
         operations.add(wire.PUSH, self.push)
-        operations.add(wire.CARRY, self.carry)
-        operations.add(wire.FETCH_CARRY, self.fetch_carry)
+        operations.add(wire.PUSH_PARTIAL, self.push_partial)
+        operations.add(wire.FETCH_PARTIAL, self.fetch_partial)
         operations.add(wire.FAIL, self.fail)
         operations.add(wire.RELEASE, self.release)
-        operations.add(wire.RETIRE, self.retire)
+        operations.add(wire.DEREGISTER, self.deregister)
         operations.add(wire.EVALUATED, self.evaluated)
 
     def describe_data(self, request: Request, asked: wire.DescribeData) -> Done:
@@ -76,7 +76,7 @@ class ReplicaOps:
                 grant.index,
                 grant.seed,
                 lease_s,
-                grant.carry_attempt,
+                grant.partial_attempt,
             )
             for grant in grants
         )
@@ -97,14 +97,16 @@ class ReplicaOps:
         self._note(asked.replica)
         return wire.Settled(self._store.push(asked.replica, asked.ticket, asked.attempt, request.frames))
 
-    def carry(self, request: Request, asked: wire.Carry) -> wire.Settled:
+    def push_partial(self, request: Request, asked: wire.PushPartial) -> wire.Settled:
         self._note(asked.replica)
-        return wire.Settled(self._store.carry(asked.replica, asked.ticket, asked.attempt, request.frames))
+        return wire.Settled(
+            self._store.store_partial(asked.replica, asked.ticket, asked.attempt, request.frames)
+        )
 
-    def fetch_carry(self, request: Request, asked: wire.FetchCarry) -> Answer[wire.FetchedCarry]:
+    def fetch_partial(self, request: Request, asked: wire.FetchPartial) -> Answer[wire.FetchedPartial]:
         self._note(asked.replica)
-        frames = self._store.fetch_carry(asked.replica, asked.ticket, asked.attempt)
-        return Answer(wire.FetchedCarry(frames is not None), frames or [])
+        frames = self._store.fetch_partial(asked.replica, asked.ticket, asked.attempt)
+        return Answer(wire.FetchedPartial(frames is not None), frames or [])
 
     def fail(self, request: Request, asked: wire.Fail) -> Done:
         self._note(asked.replica)
@@ -116,14 +118,14 @@ class ReplicaOps:
         self._ledger.release(asked.replica, list(asked.tickets))
         return Done()
 
-    def retire(self, request: Request, asked: wire.Retire) -> Done:
-        self.retire_absent(asked.replica)
+    def deregister(self, request: Request, asked: wire.Deregister) -> Done:
+        self.deregister_absent(asked.replica)
         return Done()
 
-    def retire_absent(self, replica: str) -> None:
+    def deregister_absent(self, replica: str) -> None:
         """Take back what a replica holds, or held before it died; grant it nothing that it waits for."""
         self._handler.end_waits(("replica", replica))
-        self._ledger.retire(replica)
+        self._ledger.deregister(replica)
         self._last_seen.pop(replica, None)
 
     def evaluated(self, request: Request, asked: wire.Evaluated) -> wire.NextPart:

@@ -41,9 +41,9 @@ from asyncrl.core.runtime.interface import Event, Runtime
 from asyncrl.core.service_command import (
     AnyCommand,
     Bound,
+    DeregisterReplica,
     Pause,
     PauseState,
-    RetireReplica,
     Tighten,
     Unpause,
     unknown_command,
@@ -139,7 +139,7 @@ class RequestHandler:
         if self.store.is_committed:  # else nobody can renew
             self._has_changed |= self.store.ledger.expire(self.clock.now()) > 0
             self._has_changed |= self._replicas.expire_silent(self.clock.now())
-            self._retire_absent()
+            self._deregister_absent()
         if self.clock.now() >= self._patience_ends:
             self._patience_noted, self._has_changed = self.store.ledger.patience_ends, True
         self.end_turn()
@@ -151,16 +151,16 @@ class RequestHandler:
         """Let the journal do what is due."""
         self.store.journal.tick(self.clock.now())
 
-    def retire(self, replica: str) -> None:
+    def deregister(self, replica: str) -> None:
         """Take back what a replica held that has died; while the journal is away, when it is back."""
         self._retiring.append(replica)
         if self.store.is_committed:
-            self._retire_absent()
+            self._deregister_absent()
 
-    def _retire_absent(self) -> None:
+    def _deregister_absent(self) -> None:
         retiring, self._retiring = self._retiring, []
         for replica in retiring:
-            self._replicas.retire_absent(replica)
+            self._replicas.deregister_absent(replica)
             self._has_changed = True
 
     def note_command(self) -> None:
@@ -410,8 +410,8 @@ class BufferService:
     def command(self, command: AnyCommand) -> Message:
         """Do what an operator or the supervisor asks; what is leased in a pause is still taken."""
         match command:
-            case RetireReplica(replica):
-                self._server.call_soon(partial(self._handler.retire, replica))
+            case DeregisterReplica(replica):
+                self._server.call_soon(partial(self._handler.deregister, replica))
                 return Done()
             case Tighten(max_lag):
                 self._store.ledger.tighten(max_lag)
@@ -421,4 +421,6 @@ class BufferService:
                 self._handler.is_paused = isinstance(command, Pause)
                 self._server.call_soon(self._handler.note_command)
                 return PauseState(self._handler.is_paused)
-        raise unknown_command("the buffer", command, "It knows 'tighten', 'retire', 'pause' and 'unpause'")
+        raise unknown_command(
+            "the buffer", command, "It knows 'tighten', 'deregister', 'pause' and 'unpause'"
+        )

@@ -29,7 +29,7 @@ class ExperienceStore:
 
     Args:
         group_size: Trajectories that a group must have.
-        drops_constant_groups: A group whose rewards are all equal is dropped as `uniform`.
+        drops_constant_groups: A group whose rewards are all equal is dropped as `zero_variance`.
         needs_baseline: A group must bring the reward of a greedy answer.
         bounds: Upper limits on the lengths and numbers in a group.
 
@@ -73,15 +73,15 @@ class ExperienceStore:
         for ticket in waiting:
             if not self.journal.holds(ticket.id, ticket.attempt):
                 self._lose(ticket.id)
-        for ticket in [ticket for ticket in tickets if ticket.carry_attempt]:
-            if not self.journal.holds(ticket.id, ticket.carry_attempt):
-                self._lose_carry(ticket.id)
+        for ticket in [ticket for ticket in tickets if ticket.partial_attempt]:
+            if not self.journal.holds(ticket.id, ticket.partial_attempt):
+                self._lose_partial(ticket.id)
         self.ledger.restart(now)
         self.commit(now)
 
     def _keep_needed(self) -> None:
         tickets = self.ledger.state.tickets.values()
-        needed = {ticket.id for ticket in tickets if ticket.state in PAYLOAD_STATES or ticket.carry_attempt}
+        needed = {ticket.id for ticket in tickets if ticket.state in PAYLOAD_STATES or ticket.partial_attempt}
         newest = list(self.ledger.state.dropped)[-self._num_kept_dropped :]
         self._kept_dropped = deque(one.id for one in newest if self.journal.holds(one.id, one.attempt))
         self.journal.keep_only(needed | set(self._kept_dropped))
@@ -106,7 +106,7 @@ class ExperienceStore:
             sum(len(frame) for frame in frames),
             group.versions,
             is_masked=group.is_masked,
-            is_uniform=self._drops_constant_groups and group.is_constant,
+            has_zero_variance=self._drops_constant_groups and group.is_constant,
         )
         if result == "stored":
             self._payloads[ticket] = list(frames)
@@ -114,8 +114,8 @@ class ExperienceStore:
             self._keep_dropped(ticket)
         return result
 
-    def carry(self, replica: str, ticket: int, attempt: int, frames: Sequence[Frame]) -> str:
-        """Take in the partial rollouts of a draining replica; return `carried`, `released` or `late`.
+    def store_partial(self, replica: str, ticket: int, attempt: int, frames: Sequence[Frame]) -> str:
+        """Take in the partial rollouts of a draining replica; return `stored`, `released` or `late`.
 
         Raises:
             WireError: It is malformed; its attempt has failed.
@@ -123,34 +123,34 @@ class ExperienceStore:
         if not self.ledger.holds_lease(replica, ticket, attempt):
             self.counters["late"] += 1
             return "late"
-        group = self._checked(replica, ticket, attempt, frames, is_carried=True)
+        group = self._checked(replica, ticket, attempt, frames, is_partial=True)
         num_bytes = sum(len(frame) for frame in frames)
         versions = (min(group.versions), max(group.versions))
-        result = self.ledger.carry(replica, ticket, attempt, group.num_tokens, num_bytes, versions)
-        if result == "carried":
+        result = self.ledger.store_partial(replica, ticket, attempt, group.num_tokens, num_bytes, versions)
+        if result == "stored":
             self.journal.append(ticket, attempt, frames)
             self._payloads[ticket] = list(frames)
         return result
 
-    def fetch_carry(self, replica: str, ticket: int, attempt: int) -> Sequence[Frame] | None:
+    def fetch_partial(self, replica: str, ticket: int, attempt: int) -> Sequence[Frame] | None:
         """Return the partial rollouts that this attempt resumes from, None if there are none left."""
         if not self.ledger.holds_lease(replica, ticket, attempt):
             return None
         found = self.ledger.state.tickets[ticket]
-        if not found.carry_attempt:
+        if not found.partial_attempt:
             return None
-        frames = self._payloads.get(ticket) or self.journal.read(ticket, found.carry_attempt)
+        frames = self._payloads.get(ticket) or self.journal.read(ticket, found.partial_attempt)
         if frames is None:
-            self._lose_carry(ticket)
+            self._lose_partial(ticket)
         return frames
 
-    def _lose_carry(self, ticket: int) -> None:
+    def _lose_partial(self, ticket: int) -> None:
         """Give partial rollouts up, and take the ticket out of the pending releases.
 
         Without this, the next commit would delete a payload pushed for the same ticket in the meantime.
         """
-        self.counters["lost_carries"] += 1
-        self.ledger.lose_carry(ticket)
+        self.counters["lost_partials"] += 1
+        self.ledger.lose_partial(ticket)
         self._payloads.pop(ticket, None)
         self.journal.release(ticket)
         state = self.ledger.state
@@ -158,7 +158,7 @@ class ExperienceStore:
             numbers[:] = [number for number in numbers if number != ticket]
 
     def _checked(
-        self, replica: str, ticket: int, attempt: int, frames: Sequence[Frame], is_carried: bool = False
+        self, replica: str, ticket: int, attempt: int, frames: Sequence[Frame], is_partial: bool = False
     ) -> Outline:
         """Return the group's outline.
 
@@ -167,8 +167,8 @@ class ExperienceStore:
         """
         try:
             group = self._check(ticket, attempt, frames)
-            _check_samples(group, is_carried)
-            if self._needs_baseline and group.baseline_reward is None and not is_carried:
+            _check_samples(group, is_partial)
+            if self._needs_baseline and group.baseline_reward is None and not is_partial:
                 raise WireError(f"ticket {ticket}: the group lacks the reward of a greedy answer")
             return group
         except WireError:
@@ -332,8 +332,8 @@ class ExperienceStore:
             if ticket.state in (State.STORED, State.RESERVED):
                 if not self._ensure_journalled(ticket.id, ticket.attempt):
                     self._lose(ticket.id)
-            elif ticket.carry_attempt and not self._ensure_journalled(ticket.id, ticket.carry_attempt):
-                self._lose_carry(ticket.id)
+            elif ticket.partial_attempt and not self._ensure_journalled(ticket.id, ticket.partial_attempt):
+                self._lose_partial(ticket.id)
         self._let_go()
         is_done = self.journal.begin_anew(self.ledger.state.as_snapshot())
         if is_done:
@@ -347,10 +347,10 @@ class ExperienceStore:
         return self.journal.holds(ticket, attempt)
 
 
-def _check_samples(group: Outline, is_carried: bool) -> None:
+def _check_samples(group: Outline, is_partial: bool) -> None:
     """Raise WireError unless each sample is trainable, truncated and masked, or may be continued."""
-    if not (is_carried or group.is_whole):
-        raise WireError(f"ticket {group.ticket}: a trajectory is unfinished, which only carried work may be")
+    if not (is_partial or group.is_whole):
+        raise WireError(f"ticket {group.ticket}: unfinished trajectories are for partial rollouts only")
     if not any(group.lengths):
         raise WireError(f"ticket {group.ticket}: the group has no token")
     for sample, (length, largest, finish) in enumerate(

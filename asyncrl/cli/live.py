@@ -19,7 +19,7 @@ from asyncrl.cli.bulletin import TOLD_KINDS, line_of
 from asyncrl.cli.reports.table import align
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.files.printable import ESCAPED, INDENTED, printable
-from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 from asyncrl.page.figures import DASH
 from asyncrl.page.picture import Account, Event, Lag, Obstacle, Service, View
 from asyncrl.page.pipeline import Node
@@ -283,7 +283,7 @@ def _number(snapshot: Snapshot, name: str, form: str) -> str:
 
 def _of_learner(snapshot: Snapshot, name: str, form: str) -> str:
     """Return a figure of the learner; none of the first step, whose time holds the start of the run."""
-    return DASH if _metric(snapshot, FIRST_OF_LIFE) else _number(snapshot, name, form)
+    return DASH if _metric(snapshot, FIRST_AFTER_START) else _number(snapshot, name, form)
 
 
 def _steps(snapshot: Snapshot) -> str:

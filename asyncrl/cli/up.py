@@ -189,7 +189,7 @@ def _refuse_difference(folder: RunDir, config: Config, resume: str) -> None:
     end_it = f"End it first: asyncrl down {folder.path.name} --dir {folder.path.parent}"
     if resume != AUTO:
         raise ConfigError(f"--resume {resume}: the run in {folder.path} is live", hint=end_it)
-    before = load_config(folder.asked if folder.asked.exists() else folder.resolved)
+    before = load_config(folder.config if folder.config.exists() else folder.resolved)
     if changed := differences(before, with_absolute_dir(config)):
         what = f"the run in {folder.path} is live with another configuration (there), and yours (here)"
         raise ConfigError(

@@ -31,7 +31,7 @@ FINISH_REASONS = ("stop", "length", "turns", "done")
 CUT_REASONS = ("length", "turns")
 """Of episodes that a limit ended. With `rollout.truncated: mask` no token of them is trained."""
 UNFINISHED = "unfinished"
-"""Of the trajectories that a draining replica hands back. Carried groups alone may hold them."""
+"""Of the trajectories that a draining replica hands back. Partial groups alone may hold them."""
 _FINISH_CODES = (*FINISH_REASONS, UNFINISHED)
 NUM_FRAMES = 7
 MAX_REWARD_PARTS = 32
@@ -52,7 +52,7 @@ class Trajectory:
         reward: The episode's reward.
         finish_reason: `stop` (end of sequence or a stop string), `length` (cut at the token limit), `turns`
             (cut at the environment's limit of turns) or `done` (the environment ended it); `UNFINISHED` in
-            carried work.
+            partial rollouts.
         reward_parts: Parts of the reward by name, before weighting; empty if the reward has none.
         num_turns: Number of the model's turns, from 1.
     """

@@ -73,7 +73,7 @@ class Tighten(Command[Bound], frozen=True, tag="tighten"):
     max_lag: int
 
 
-class RetireReplica(Command[Done], frozen=True, tag="retire"):
+class DeregisterReplica(Command[Done], frozen=True, tag="deregister"):
     """The process of a replica has died: what it held is issued again at once."""
 
     replica: str
@@ -129,7 +129,15 @@ class Promote(Command[Done], frozen=True, tag="promote"):
 
 
 AnyCommand = (
-    DumpStacks | Pause | Unpause | Tighten | RetireReplica | WriteCheckpoint | HandOverRows | Drain | Promote
+    DumpStacks
+    | Pause
+    | Unpause
+    | Tighten
+    | DeregisterReplica
+    | WriteCheckpoint
+    | HandOverRows
+    | Drain
+    | Promote
 )
 
 

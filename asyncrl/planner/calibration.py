@@ -58,7 +58,7 @@ def steady_rows(rows: Sequence[Row]) -> list[Row]:
     Raises:
         ConfigError: There are fewer than `MIN_ROWS`.
     """
-    steps = [row for row in rows if "timing_s/step" in row and not row.get("training/is_first_of_life")]
+    steps = [row for row in rows if "timing_s/step" in row and not row.get("training/is_first_after_start")]
     if len(steps) >= MIN_ROWS:
         usual = median(row["timing_s/step"] for row in steps)
         steps = [row for row in steps if row["timing_s/step"] <= OUTLIER * usual]
@@ -103,8 +103,8 @@ def setting_of_rows(config: Config, rows: Sequence[Row]) -> Setting:
     lengths = lengths_of_rows(rows, rows_per_step, config.rollout.max_tokens)
     found = Setting.of(config, lengths, prompt_tokens=prompt_tokens_of_rows(rows))
     replicas = round(fmean(row.get("perf/rollout_replicas", found.replicas) for row in rows))
-    uniform = uniform_share(rows, config.learner.groups_per_step)
-    return replace(found, replicas=max(1, replicas), uniform_share=uniform)
+    uniform = zero_variance_share(rows, config.learner.groups_per_step)
+    return replace(found, replicas=max(1, replicas), zero_variance_share=uniform)
 
 
 def rates_of_run(config: Config, rows: Sequence[Row], base: Rates | None = None) -> tuple[Rates, Setting]:
@@ -127,7 +127,7 @@ def measure(rows: Sequence[Row], groups_per_step: int) -> Measured:
         lag_mean=sum(row["staleness/lag_mean"] * row["staleness/trained_tokens"] for row in rows) / trained,
         masked_share=masked / (masked + trained),
         tokens_per_s=tokens / wall_s,
-        sampled_per_s=(masked + trained) / wall_s / (1.0 - uniform_share(rows, groups_per_step)),
+        sampled_per_s=(masked + trained) / wall_s / (1.0 - zero_variance_share(rows, groups_per_step)),
         tokens_per_step=tokens / len(rows),
         sync_s=fmean(row.get("weights/transfer_s", 0.0) + row.get("weights/apply_s", 0.0) for row in rows),
     )
@@ -240,9 +240,9 @@ def lengths_of_rows(rows: Sequence[Row], rows_per_step: int, max_tokens: int) ->
     return LengthsModel(sigma, mean * math.exp(-sigma * sigma / 2))
 
 
-def uniform_share(rows: Sequence[Row], groups_per_step: int) -> float:
+def zero_variance_share(rows: Sequence[Row], groups_per_step: int) -> float:
     """Return how many of the sampled groups were dropped for equal rewards, so that nobody trained them."""
-    name, first, last = "buffer/dropped/uniform", rows[0], rows[-1]
+    name, first, last = "buffer/dropped/zero_variance", rows[0], rows[-1]
     num_dropped = max(0.0, last.get(name, 0.0) - first.get(name, 0.0))
     num_trained = groups_per_step * (last["training/global_step"] - first["training/global_step"])
     return num_dropped / (num_dropped + num_trained) if num_trained else 0.0

@@ -47,7 +47,7 @@ def _find_in_rollout(config: Config, setting: Setting, rates: Rates) -> Iterator
         yield f"rollout.replicas {bounds}: what the autoscaler decides; the fleet stays at {setting.replicas}"
     if setting.cohort > 1:
         yield f"rollout.replicas {setting.replicas}: a receiver for each; {setting.cohort} of them share one"
-    if config.algorithm.drop_constant_groups and not setting.uniform_share:
+    if config.algorithm.drop_constant_groups and not setting.zero_variance_share:
         yield "algorithm.drop_constant_groups: groups dropped for equal rewards; their share counts as 0"
     if rollout.response_tokens and config.eval.every_steps:
         yield "rollout.response_tokens: how long answers of an evaluation are; drawn as those of groups"

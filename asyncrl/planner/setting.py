@@ -57,7 +57,7 @@ class Setting:
         max_groups: That a replica works on, counted in unfinished samples.
         parallelism: Replicas that swap at once.
         tightened_to: Another bound that is admitted under, as `asyncrl`'s control API sets it.
-        uniform_share: Of the groups, those dropped at the buffer for equal rewards.
+        zero_variance_share: Of the groups, those dropped at the buffer for equal rewards.
         streams: The learner takes a batch in parts of `least_part` groups and more.
         max_stall_s: That training waits for the checkpoint before.
         eval_every: Steps between evaluations, of `eval_prompts` x `eval_samples` answers, of which a replica
@@ -81,7 +81,7 @@ class Setting:
     checkpoints_kept: int
     standby: int = 0
     fleet: FleetRules = field(default_factory=FleetRules)
-    uniform_share: float = 0.0
+    zero_variance_share: float = 0.0
     tightened_to: int | None = None
     streams: bool = False
     least_part: int = 1

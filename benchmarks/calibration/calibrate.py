@@ -146,7 +146,7 @@ def _values(rates: Rates, setting: Setting, config: Config) -> dict[str, Any]:
         "rates": rates.as_values(),
         "lengths": asdict(setting.lengths),
         "prompt_tokens": setting.prompt_tokens,
-        "uniform_share": setting.uniform_share,
+        "zero_variance_share": setting.zero_variance_share,
         "taken_with": taken_with(config),
         "config": {"replicas": setting.replicas, "engine": config.rollout.engine},
     }

@@ -36,10 +36,10 @@ WITHIN_ONE_RUN = "noise within one run each: repeat both to know that between ru
 WARM_UP_STEPS = 1
 """Of the steps of a log that trained: left out where `MIN_STEPS` others are."""
 MIN_STEPS = 3
-STEP_TIME, FIRST_OF_LIFE = "timing_s/step", "training/is_first_of_life"
+STEP_TIME, FIRST_AFTER_START = "timing_s/step", "training/is_first_after_start"
 OF_ROWS, OF_RUN, OF_VERL = "a file of rows", "metrics.jsonl of a run", "a log of verl"
 NOT_FIGURES = re.compile(
-    r"time|training/(global_step|epoch|is_first_of_life)|checkpoint/skipped|record/lost_steps|gateway/.+"
+    r"time|training/(global_step|epoch|is_first_after_start)|checkpoint/skipped|record/lost_steps|gateway/.+"
     r"|guard/(?!lr_scale$|is_kl_off$).+|(buffer/dropped|metrics/sink_dropped|rollout/reward_errors)/.+"
     r"|weights/(version|published|bytes_sent|rounds|rounds_failed|failed/.+|culprits|deferred|skipped"
     r"|missed_swaps|failed_loads)"
@@ -249,7 +249,7 @@ def _without_warm_up(steps: Sequence[Mapping[str, float]]) -> list[Mapping[str, 
     verl's evaluation before training is a line with the number of a step: it has no time of one, and stays.
     """
     trained = [place for place, step in enumerate(steps) if STEP_TIME in step] or list(range(len(steps)))
-    started = [place for place in trained if steps[place].get(FIRST_OF_LIFE)]
+    started = [place for place in trained if steps[place].get(FIRST_AFTER_START)]
     dropped = {*trained[:WARM_UP_STEPS], *started}
     if len(trained) - len(dropped) < MIN_STEPS:
         return list(steps)

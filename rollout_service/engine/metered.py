@@ -16,7 +16,7 @@ from asyncrl.core.runtime.clock import Clock
 from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.protocol import Completion, Engine, Interrupted, Sampling
 from rollout_service.replica.states import START
-from rollout_service.sampling.carry import NOTHING
+from rollout_service.sampling.partial_rollout import NOTHING
 
 if TYPE_CHECKING:
     from weight_sync.memory.staging import Staged

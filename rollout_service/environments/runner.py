@@ -88,9 +88,9 @@ class MultiTurn:
         prompt: TokenizedPrompt,
         sampling: Sampling,
         episode_id: str,
-        carried: Trajectory | None = None,
+        partial: Trajectory | None = None,
     ) -> Trajectory:
-        """Run one episode. An environment cannot go on elsewhere, so `carried` is begun anew.
+        """Run one episode. An environment cannot go on elsewhere, so `partial` is not used.
 
         Raises:
             EngineError: A turn failed.

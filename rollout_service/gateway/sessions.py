@@ -335,10 +335,10 @@ class SessionManager:
             overridden=dict(self.overridden),
         )
 
-    async def run(self, grant: LeaseGrant, carried: Group | None = None) -> Group:
+    async def run(self, grant: LeaseGrant, partial: Group | None = None) -> Group:
         """Let agents generate the grant's group, and return it. The same seam as `GroupRunner.run`.
 
-        Nothing is carried: an agent's own state is not among the tokens.
+        `partial` is not used: an agent's own state is not among the tokens.
 
         Raises:
             EpisodeFailed: The siblings were not complete by the deadline, or one of them failed.
@@ -371,7 +371,7 @@ class SessionManager:
         """Tell whether a group that `run` returned is whole: it always is."""
         return True
 
-    def fits(self, grant: LeaseGrant, carried: Group) -> bool:
+    def fits(self, grant: LeaseGrant, partial: Group) -> bool:
         """Tell whether agents could go on from what another replica's group came to: they cannot."""
         return False
 

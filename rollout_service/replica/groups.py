@@ -1,4 +1,4 @@
-"""Groups in flight: each is generated under a lease by a task of its own, and pushed, carried or failed.
+"""Groups in flight: each is generated under a lease by a task of its own; pushed, or failed.
 
 group task   consumes: one grant     waits for: the engine, the reward    produces: one push or one fail
 renew loop   waits for: the renewal interval    produces: renewed leases, cancelled groups
@@ -79,8 +79,8 @@ class GroupTasks:
     async def _run(self, grant: LeaseGrant) -> None:
         runner, buffer = self._parts.runner, self._parts.buffer
         try:
-            carried = await self._fetch_carry(grant) if grant.carry_attempt else None
-            group = await runner.run(grant, carried)
+            partial = await self._fetch_partial(grant) if grant.partial_attempt else None
+            group = await runner.run(grant, partial)
         except (EngineDied, RewardsFailed):
             raise  # the replica cannot go on
         except AsyncrlError as error:
@@ -89,7 +89,7 @@ class GroupTasks:
             await self._fail(grant, error)
             return
         if not runner.is_complete(group):
-            await self._carry(group)
+            await self._push_partial(group)
             return
         try:
             fault_point("rollout.push", self._parts.engine.serving.step, grant.ticket)
@@ -102,28 +102,28 @@ class GroupTasks:
             await self._lifecycle.note("push_errors", error)
         self._in_flight.pop(grant.key, None)  # done: a drain must not release it
 
-    async def _fetch_carry(self, grant: LeaseGrant) -> Group | None:
+    async def _fetch_partial(self, grant: LeaseGrant) -> Group | None:
         """Return what an earlier attempt left. Without it, the group starts from its prompt."""
         buffer = self._parts.buffer
         try:
-            carried = await self._lifecycle.repeat(lambda: buffer.fetch_carry(grant.ticket, grant.attempt))
+            partial = await self._lifecycle.repeat(lambda: buffer.fetch_partial(grant.ticket, grant.attempt))
         except AsyncrlError as error:
-            await self._lifecycle.note("carries_unread", error)
+            await self._lifecycle.note("partials_unread", error)
             return None
-        if carried is None or not self._parts.runner.fits(grant, carried):
-            self._lifecycle.counters["carries_unfit"] += 1
+        if partial is None or not self._parts.runner.fits(grant, partial):
+            self._lifecycle.counters["partials_unfit"] += 1
             return None
         self._lifecycle.counters["groups_resumed"] += 1
-        return carried
+        return partial
 
-    async def _carry(self, group: Group) -> None:
+    async def _push_partial(self, group: Group) -> None:
         """Hand the beginning of a group back and end its lease; if that fails, the farewell ends it."""
         try:
-            result = await self._parts.buffer.carry(group)
+            result = await self._parts.buffer.push_partial(group)
         except AsyncrlError as error:
-            await self._lifecycle.note("carry_errors", error)
+            await self._lifecycle.note("partial_errors", error)
             return
-        self._lifecycle.counters[f"carry/{result}"] += 1
+        self._lifecycle.counters[f"partial/{result}"] += 1
         self._in_flight.pop((group.ticket, group.attempt), None)
 
     async def _fail(self, grant: LeaseGrant, error: AsyncrlError) -> None:

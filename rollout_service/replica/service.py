@@ -172,7 +172,7 @@ class Replica:
         end = asyncio.get_running_loop().time() + self._settings.start_deadline_s
         while True:
             try:
-                await parts.buffer.retire()
+                await parts.buffer.deregister()
                 prompts = parts.prompts
                 await parts.buffer.describe_data(prompts.num_prompts, prompts.digest, prompts.sources)
                 return
@@ -207,7 +207,7 @@ class Replica:
     async def _say_farewell(self, work: _Work) -> None:
         try:
             await work.groups.release()
-            await asyncio.wait_for(work.parts.buffer.retire(), rules.FAREWELL_DEADLINE_S)
+            await asyncio.wait_for(work.parts.buffer.deregister(), rules.FAREWELL_DEADLINE_S)
             await asyncio.wait_for(work.parts.weights.drain(), rules.FAREWELL_DEADLINE_S)
         except (AsyncrlError, TimeoutError) as error:  # the buffer is gone as well; leases expire
             log.info("%s left without farewell: %s", self._name, error)

@@ -18,7 +18,7 @@ from rollout_service.data.prompts import TokenizedPrompt
 from rollout_service.engine.protocol import Completion, Engine, Interrupted, Sampling
 from rollout_service.rewards.score import Answer, Reward
 from rollout_service.rewards.shaping import Overlong
-from rollout_service.sampling import carry
+from rollout_service.sampling import partial_rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +30,7 @@ class Unfinished(Interrupted):
     @property
     def trajectory(self) -> Trajectory:
         """The beginning as a trajectory."""
-        return carry.as_unfinished(self.completion)
+        return partial_rollout.as_unfinished(self.completion)
 
 
 class EpisodeRunner(Protocol):
@@ -41,12 +41,12 @@ class EpisodeRunner(Protocol):
         prompt: TokenizedPrompt,
         sampling: Sampling,
         episode_id: str,
-        carried: Trajectory | None = None,
+        partial: Trajectory | None = None,
     ) -> Trajectory:
         """Run one episode.
 
         Args:
-            carried: Its beginning by an earlier attempt. A runner may begin anew all the same.
+            partial: Its beginning by an earlier attempt. A runner may begin anew all the same.
 
         Raises:
             AsyncrlError: It cannot be trained on.
@@ -75,10 +75,10 @@ class SingleTurn:
         prompt: TokenizedPrompt,
         sampling: Sampling,
         episode_id: str,
-        carried: Trajectory | None = None,
+        partial: Trajectory | None = None,
     ) -> Trajectory:
         """Sample a response, score it and return the trajectory. Raises EngineError, RewardError."""
-        completion = await self._complete(prompt, sampling, episode_id, carried)
+        completion = await self._complete(prompt, sampling, episode_id, partial)
         score = await self._reward.score(self._answer(prompt, completion))
         reward = score.value
         if self._overlong is not None:
@@ -94,18 +94,22 @@ class SingleTurn:
         )
 
     async def _complete(
-        self, prompt: TokenizedPrompt, sampling: Sampling, episode_id: str, carried: Trajectory | None
+        self, prompt: TokenizedPrompt, sampling: Sampling, episode_id: str, partial: Trajectory | None
     ) -> Completion:
-        """Return the response, the carried part first."""
-        begun = carry.begin_from(carried, sampling.max_tokens, self._engine.serving.number)
+        """Return the response, the partial rollout first."""
+        begun = partial_rollout.begin_from(partial, sampling.max_tokens, self._engine.serving.number)
         num_begun = len(begun.token_ids)
         prompt_ids = [*prompt.token_ids.tolist(), *begun.token_ids.tolist()]
-        rest = carry.continue_sampling(sampling, num_begun)
+        rest = partial_rollout.continue_sampling(sampling, num_begun)
         try:
-            completion = carry.join(begun, await self._engine.generate(prompt_ids, rest, episode_id))
+            completion = partial_rollout.join(
+                begun, await self._engine.generate(prompt_ids, rest, episode_id)
+            )
         except Interrupted as error:
-            raise Unfinished(error.message, completion=carry.join(begun, error.completion)) from error
-        return carry.cut_at_stop(completion, num_begun, sampling.stop, self._decode)
+            raise Unfinished(
+                error.message, completion=partial_rollout.join(begun, error.completion)
+            ) from error
+        return partial_rollout.cut_at_stop(completion, num_begun, sampling.stop, self._decode)
 
     def _answer(self, prompt: TokenizedPrompt, completion: Completion) -> Answer:
         response = self._decode(completion.token_ids.tolist())

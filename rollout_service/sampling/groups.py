@@ -25,7 +25,7 @@ from asyncrl.core.experience import CUT_REASONS, UNFINISHED, Group, Trajectory, 
 from asyncrl.core.runtime.faults import fault_point
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.engine.protocol import Interrupted, Sampling
-from rollout_service.sampling import carry
+from rollout_service.sampling import partial_rollout
 from rollout_service.sampling.episode import EpisodeRunner, Unfinished
 
 
@@ -74,11 +74,11 @@ class GroupRunner:
         num_unfinished = num_held * per_group - self._num_ended.total()
         return count_free_groups(max_groups, per_group, num_unfinished)
 
-    async def run(self, grant: LeaseGrant, carried: Group | None = None) -> Group:
-        """Return the grant's group; `is_complete` tells whether it may be pushed, or only be carried.
+    async def run(self, grant: LeaseGrant, partial: Group | None = None) -> Group:
+        """Return the grant's group; `is_complete` tells whether it may be pushed whole, or only as partial.
 
         Args:
-            carried: Partial group of an earlier attempt, if it `fits`: whole samples stay, others continue.
+            partial: Partial group of an earlier attempt, if it `fits`: whole samples stay, others continue.
 
         Raises:
             Interrupted: The engine was interrupted before there was a token to keep.
@@ -86,7 +86,7 @@ class GroupRunner:
             WireError: Its samples have more parts of a reward than a group may have.
         """
         prompt = self._prompts.at(grant.index)
-        begun = self._begun(carried)
+        begun = self._begun(partial)
         failures: list[AsyncrlError] = []
         try:
             async with asyncio.TaskGroup() as episodes:
@@ -103,8 +103,8 @@ class GroupRunner:
         trajectories = [task.result() for task in tasks]
         check_reward(0.0, {}, {name for one in trajectories for name in one.reward_parts})
         if not any(trajectory.num_tokens for trajectory in trajectories):
-            raise Interrupted(f"ticket {grant.ticket} was not begun", completion=carry.NOTHING)
-        baseline_reward = None if carried is None else carried.baseline_reward
+            raise Interrupted(f"ticket {grant.ticket} was not begun", completion=partial_rollout.NOTHING)
+        baseline_reward = None if partial is None else partial.baseline_reward
         if len(trajectories) > self._settings.group_size:
             greedy = trajectories.pop()
             baseline_reward = None if greedy.finish_reason == UNFINISHED else greedy.reward
@@ -114,18 +114,18 @@ class GroupRunner:
         """Tell whether nothing of a group is left to do."""
         return group.is_whole and (group.baseline_reward is not None or not self._settings.has_greedy)
 
-    def fits(self, grant: LeaseGrant, carried: Group) -> bool:
-        """Tell whether carried work is of the grant's prompt and of the configured group size."""
-        is_ours = carried.prompt_ids.tolist() == self._prompts.at(grant.index).token_ids.tolist()
-        return is_ours and len(carried.trajectories) == self._settings.group_size
+    def fits(self, grant: LeaseGrant, partial: Group) -> bool:
+        """Tell whether a partial group is of the grant's prompt and of the configured group size."""
+        is_ours = partial.prompt_ids.tolist() == self._prompts.at(grant.index).token_ids.tolist()
+        return is_ours and len(partial.trajectories) == self._settings.group_size
 
-    def _begun(self, carried: Group | None) -> Sequence[Trajectory | None]:
+    def _begun(self, partial: Group | None) -> Sequence[Trajectory | None]:
         """Return what is there of each sample to run; the greedy one is left out once its reward is known."""
         settings = self._settings
-        if carried is None:
+        if partial is None:
             return [None] * settings.num_samples
-        is_greedy_left = settings.has_greedy and carried.baseline_reward is None
-        return [*carried.trajectories, *[None] * is_greedy_left]
+        is_greedy_left = settings.has_greedy and partial.baseline_reward is None
+        return [*partial.trajectories, *[None] * is_greedy_left]
 
     async def _run_sample(
         self, grant: LeaseGrant, prompt: TokenizedPrompt, sample: int, begun: Trajectory | None
@@ -149,7 +149,7 @@ class GroupRunner:
         except Unfinished as error:
             return error.trajectory
         except Interrupted:
-            return carry.as_unfinished(carry.NOTHING)
+            return partial_rollout.as_unfinished(partial_rollout.NOTHING)
         if not trajectory.num_tokens:
             raise EngineError(f"episode {episode_id} has no token: an empty answer cannot be trained")
         return self._masked(trajectory)

@@ -84,7 +84,7 @@ def test_a_living_run_and_an_ended_one_are_told_and_verified_alike(tmp_path: Pat
     for account, verdict in (living, ended):
         assert account.exit_code == verdict.exit_code == 0, account.output + verdict.output
         assert "residue 0; largest lag trained 0, bound 1; 0 findings" in verdict.stdout
-        assert "    uniform              1" in account.stdout
+        assert "    zero_variance        1" in account.stdout
     told = json.loads(ask(tmp_path, "inspect", "account", "told", "--json").stdout)
     assert told["account"]["trained"] == 4
     assert told["account"]["residue"] == 0

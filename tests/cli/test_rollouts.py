@@ -145,7 +145,7 @@ def test_worst_and_best_order_by_reward_and_a_limit_cuts(runs_dir: Path):
 
 def test_a_dropped_group_is_shown_with_its_text_and_the_reason(runs_dir: Path):
     text = ask(runs_dir, "told", "--dropped").stdout
-    assert "dropped (uniform) while step 2 was in the making: all its rewards were equal" in text
+    assert "dropped (zero_variance) while step 2 was in the making: all its rewards were equal" in text
     plain = re.sub(r"\{[0-9.]+\}", "", text)
     assert EVIL in text and "sum:⟦ 3⟧ é" in plain
     elsewhere = json.loads(ask(runs_dir, "told", "--dropped", "--step", "1", "--json").stdout)
@@ -182,7 +182,7 @@ def test_the_newest_dropped_groups_keep_their_text_also_through_a_restart(
         found = json.loads(ask(tmp_path, "told", "--dropped", "--json").stdout)
         assert not store.journal.holds(8, 1) and store.journal.holds(10, 1)
     reasons = {answer["ticket"]: answer["reason"] for answer in found["answers"]}
-    assert reasons[refused] == "guard" and reasons[9] == reasons[10] == "uniform"
+    assert reasons[refused] == "guard" and reasons[9] == reasons[10] == "zero_variance"
     if buffer["journal"] == "redis":  # a file keeps more, because it is deleted whole
         assert [fate["ticket"] for fate in found["gone"]] == [8, 5]
 

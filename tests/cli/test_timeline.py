@@ -149,7 +149,7 @@ def test_a_group_lasts_from_its_lease_to_whatever_ended_it():
     ends: list[tuple[float | None, ev.Event]] = [
         (110.0, ev.Stored(0, 64, 1000, (4, 4))),
         (111.0, ev.Reissued(1, "expired")),
-        (112.0, ev.Carried(2, 10, 100, (4, 4))),
+        (112.0, ev.PartialStored(2, 10, 100, (4, 4))),
         (113.0, ev.Dropped(3, "poison", True)),
         (114.0, ev.Leased(4, "rollout.1", 0.0, 4, 5)),
         (115.0, ev.Reserved(0, (0,))),
@@ -162,7 +162,7 @@ def test_a_group_lasts_from_its_lease_to_whatever_ended_it():
     assert found == {
         ("rollout.0", "ticket 0", 100.0): (110.0, "stored"),
         ("rollout.1", "ticket 1", 101.0): (111.0, "expired"),
-        ("rollout.0", "ticket 2", 102.0): (112.0, "carried"),
+        ("rollout.0", "ticket 2", 102.0): (112.0, "partial"),
         ("rollout.1", "ticket 3", 103.0): (113.0, "dropped: poison"),
         ("rollout.0", "ticket 4", 104.0): (114.0, "leased again"),
         ("rollout.1", "ticket 4", 114.0): (200.0, "still open"),

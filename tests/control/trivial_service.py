@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.rpc.message import Done, Message
 from asyncrl.core.service import ServiceContext
-from asyncrl.core.service_command import AnyCommand, Bound, Promote, RetireReplica, Tighten
+from asyncrl.core.service_command import AnyCommand, Bound, DeregisterReplica, Promote, Tighten
 from asyncrl.core.service_status import ServiceStatus, SupervisorStatus
 from asyncrl.core.states import RunState, ServiceState
 
@@ -34,10 +34,10 @@ class TrivialService:
         return ServiceStatus(state=ServiceState.READY, failure=self._name)
 
     def command(self, command: AnyCommand) -> Message:
-        """Fail for `Promote`, die for `RetireReplica`; give any other bound back."""
+        """Fail for `Promote`, die for `DeregisterReplica`; give any other bound back."""
         if isinstance(command, Promote):
             self._fail.set()
-        if isinstance(command, RetireReplica):
+        if isinstance(command, DeregisterReplica):
             os._exit(3)
         return Bound(command.max_lag) if isinstance(command, Tighten) else Done()
 

@@ -72,7 +72,7 @@ RUN_FILES = (
     "learner/checkpoint/writer.py",
     "learner/batch_fetcher.py",
     "learner/leader.py",
-    "rollout_service/sampling/carry.py",
+    "rollout_service/sampling/partial_rollout.py",
     "rollout_service/engine/metered.py",
     "rollout_service/sampling/episode.py",
     "rollout_service/evaluation/evaluator.py",

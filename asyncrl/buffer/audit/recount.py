@@ -104,7 +104,7 @@ class Recount:
             ev.Issued: self._issue,
             ev.Leased: self._lease,
             ev.Stored: self._store,
-            ev.Carried: self._carry,
+            ev.PartialStored: self._store_partial,
             ev.Reissued: self._reissue,
             ev.Dropped: self._drop,
             ev.Reserved: self._reserve,
@@ -195,12 +195,12 @@ class Recount:
             row.state = "leased"
 
     def _store(self, event: ev.Stored) -> None:
-        row = self._row(event.ticket, ("leased",), "stored")
+        row = self._row(event.ticket, ("leased",), "partial")
         if row is not None:
             row.state, row.num_tokens, row.versions = "stored", event.num_tokens, event.versions
 
-    def _carry(self, event: ev.Carried) -> None:
-        row = self._row(event.ticket, ("leased",), "carried")
+    def _store_partial(self, event: ev.PartialStored) -> None:
+        row = self._row(event.ticket, ("leased",), "partial")
         if row is not None:
             row.state, row.attempt = "issued", row.attempt + 1
 

@@ -2,8 +2,8 @@
 
 Owns the assignment of parts to replicas. The first replica whose weights have seen enough steps fixes the
 version of the order; its parts go to all replicas that serve that version, one at a time each. A part is free
-again when its replica retires or falls silent. If no replica works on an order, and one that could serves a
-newer version, the order begins anew there.
+again when its replica deregisters or falls silent. If no replica works on an order, and one that
+could serves a newer version, the order begins anew there.
 
 Invariant: the parts of a result were answered at one version, each counted once.
 """

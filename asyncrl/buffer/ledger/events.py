@@ -8,14 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from asyncrl.buffer.ledger.tickets import CarryLoss, DropReason, Reissue
+from asyncrl.buffer.ledger.tickets import DropReason, PartialLoss, Reissue
 from asyncrl.core.errors import WireError
 
 UNSAID = -1
 """The largest lag of a step whose learner did not report it."""
 
-_OLD_REASONS = {"zero_std": DropReason.UNIFORM.value}
-"""Words for a reason that older journals hold."""
+OLD_NAMES = {"Carried": "PartialStored", "CarryDropped": "PartialDropped"}
+OLD_REASONS = {
+    "zero_std": "zero_variance",
+    "uniform": "zero_variance",
+    "carried": "partial",
+    "retired": "deregistered",
+}
+"""Names of events, and of reasons, that older journals hold."""
 
 
 class DataDescribed(NamedTuple):
@@ -88,7 +94,7 @@ class Reissued(NamedTuple):
     reason: str
 
 
-class Carried(NamedTuple):
+class PartialStored(NamedTuple):
     """Partial work of the current attempt came back: ISSUED again, the next attempt may go on from it."""
 
     ticket: int
@@ -97,7 +103,7 @@ class Carried(NamedTuple):
     versions: tuple[int, int]
 
 
-class CarryDropped(NamedTuple):
+class PartialDropped(NamedTuple):
     """A partial rollout is over age, or its payload is lost: the ticket is generated from its start."""
 
     ticket: int
@@ -182,8 +188,8 @@ Event = (
     | Restarted
     | Stored
     | Reissued
-    | Carried
-    | CarryDropped
+    | PartialStored
+    | PartialDropped
     | Dropped
     | Reserved
     | Trained
@@ -211,15 +217,17 @@ def unpack(values: Sequence[object]) -> Event:
         WireError: The values are no event of this version of asyncrl.
     """
     try:
-        kind = _KINDS[str(values[0])]
+        name = str(values[0])
+        kind = _KINDS[OLD_NAMES.get(name, name)]
         event = kind(*(_as_tuple(value) for value in values[1:]))
+        if isinstance(event, Dropped | Reissued):
+            event = event._replace(reason=OLD_REASONS.get(event.reason, event.reason))
         if isinstance(event, Dropped):
-            event = event._replace(reason=_OLD_REASONS.get(event.reason, event.reason))
             DropReason(event.reason)
         if isinstance(event, Reissued):
             Reissue(event.reason)
-        if isinstance(event, CarryDropped):
-            CarryLoss(event.reason)
+        if isinstance(event, PartialDropped):
+            PartialLoss(event.reason)
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise WireError(f"the journal holds no event that this version knows: {values!r:.200}") from error
     return event

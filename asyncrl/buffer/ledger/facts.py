@@ -131,7 +131,7 @@ class Facts:
         parts: Ids that one event reserved, by step, where its batch was not reserved at once.
         paced_open_tickets: Limit of open tickets while a step trains; 0 for none.
         replay_sizes: Number of groups of each step that a resume rewound.
-        held_bytes, carry_bytes: Bytes of payloads that count against memory; of carried work alone.
+        held_bytes, partial_bytes: Bytes of payloads that count against memory; of partial rollouts alone.
         floor_step: Steps below it are folded; no resume goes there.
         refused_steps: Trained steps some of whose groups were dropped: a replay cuts the others into other
             minibatches, and makes other weights.
@@ -171,7 +171,7 @@ class Facts:
         self.checkpoints: dict[int, Checkpoint] = {}
         self.held_bytes = 0
         self.held_tokens = 0
-        self.carry_bytes = 0
+        self.partial_bytes = 0
         self.dropped: deque[Ticket] = deque()
         self.dropped_reasons: Counter[str] = Counter()
         self.num_given_up = 0

@@ -17,11 +17,11 @@ from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import (
     GIVEN_UP_LOST_LEASES,
     PAYLOAD_STATES,
-    Carry,
-    CarryLoss,
     DropReason,
     Grant,
     LedgerSettings,
+    PartialLoss,
+    PartialRollout,
     Reissue,
     State,
     Ticket,
@@ -116,8 +116,8 @@ class ReplicaCommands:
             if position is None:
                 break
             ticket = self.state.tickets[self.state.issued_heap[0]]
-            if ticket.carry is not None and not self._may_go_on(ticket.carry, position):
-                self._emit(ev.CarryDropped(ticket.id, CarryLoss.STALE.value))
+            if ticket.partial is not None and not self._may_go_on(ticket.partial, position):
+                self._emit(ev.PartialDropped(ticket.id, PartialLoss.STALE.value))
             self._emit(ev.Leased(ticket.id, replica, now + self.settings.lease_s, position, version))
             grants.append(self._grant(ticket))
         return grants
@@ -152,9 +152,9 @@ class ReplicaCommands:
             self._issue_new(position)
         return position
 
-    def _may_go_on(self, carry: Carry, position: int) -> bool:
-        """Apply rule (b) to work that a ticket carries."""
-        oldest = self.state.versions.lowest_step(carry.versions)
+    def _may_go_on(self, partial: PartialRollout, position: int) -> bool:
+        """Apply rule (b) to a partial rollout."""
+        oldest = self.state.versions.lowest_step(partial.versions)
         return is_admissible(position, self.settings.groups_per_step, oldest, self.settings.max_lag)
 
     def _may_issue(self) -> bool:
@@ -175,7 +175,7 @@ class ReplicaCommands:
     def _grant(self, ticket: Ticket) -> Grant:
         seed = ticket_seed(self.settings.run_seed, ticket.id)
         prompt = (ticket.source, ticket.pass_number, ticket.index)
-        return Grant(ticket.id, ticket.attempt, *prompt, seed, ticket.carry_attempt)
+        return Grant(ticket.id, ticket.attempt, *prompt, seed, ticket.partial_attempt)
 
     def renew(self, replica: str, held: Sequence[tuple[int, int]], now: float) -> list[tuple[int, int]]:
         """Extend leases; return the (ticket, attempt) pairs that the replica does not hold any more."""
@@ -222,21 +222,21 @@ class ReplicaCommands:
         numbers: Collection[int],
         *,
         is_masked: bool = False,
-        is_uniform: bool = False,
+        has_zero_variance: bool = False,
     ) -> str:
         """Store an accepted group, or drop one that would train nothing; return `stored` or `dropped`.
 
         Args:
             numbers: Of the versions that sampled it. is_masked: No token of it may be trained.
-            is_uniform: All of its rewards are equal, and such groups are not wanted.
+            has_zero_variance: All of its rewards are equal, and such groups are not wanted.
 
         Raises:
             LedgerError: As `store`.
         """
         if is_masked:
             self.drop_masked(ticket)
-        elif is_uniform:
-            self.drop_uniform(ticket)
+        elif has_zero_variance:
+            self.drop_zero_variance(ticket)
         else:
             self.store(ticket, num_tokens, num_bytes, (min(numbers), max(numbers)))
             return "stored"
@@ -254,7 +254,7 @@ class ReplicaCommands:
         if self.settings.policy == "drop":
             self._unjudged.append(ticket)
 
-    def carry(
+    def store_partial(
         self,
         replica: str,
         ticket: int,
@@ -266,7 +266,7 @@ class ReplicaCommands:
         """Take back a lease with the work done so far, which the ticket's next attempt may go on from.
 
         Returns:
-            `carried`; `released`, if it finds no room beside the whole groups; or `late`.
+            `stored`; `released`, if it finds no room beside the whole groups; or `late`.
 
         Raises:
             LedgerError: A version was never registered.
@@ -275,20 +275,20 @@ class ReplicaCommands:
             return "late"
         self._check_payload(num_bytes, versions)
         state, settings = self.state, self.settings
-        before = state.tickets[ticket].carry
-        others = state.carry_bytes - (before.num_bytes if before is not None else 0)
+        before = state.tickets[ticket].partial
+        others = state.partial_bytes - (before.num_bytes if before is not None else 0)
         if others + num_bytes > settings.memory_bytes - settings.needed_bytes:
             self._give_back(state.tickets[ticket], Reissue.RELEASED)
             return "released"
-        self._emit(ev.Carried(ticket, num_tokens, num_bytes, versions))
-        return "carried"
+        self._emit(ev.PartialStored(ticket, num_tokens, num_bytes, versions))
+        return "stored"
 
-    def lose_carry(self, ticket: int) -> None:
-        """Forget carried work whose payload is missing or damaged: the ticket starts from its prompt."""
+    def lose_partial(self, ticket: int) -> None:
+        """Forget a partial rollout whose payload is missing or damaged: the ticket starts from its prompt."""
         found = self.state.tickets.get(ticket)
-        if found is None or found.carry is None:
-            raise LedgerError(f"ticket {ticket} carries no work")
-        self._emit(ev.CarryDropped(ticket, CarryLoss.LOST.value))
+        if found is None or found.partial is None:
+            raise LedgerError(f"ticket {ticket} has no partial rollout")
+        self._emit(ev.PartialDropped(ticket, PartialLoss.LOST.value))
 
     def _check_payload(self, num_bytes: int, versions: tuple[int, int]) -> None:
         assert num_bytes <= self.settings.max_group_bytes, "checked where groups come in"
@@ -296,10 +296,10 @@ class ReplicaCommands:
             if number not in self.state.versions:
                 raise LedgerError(f"version {number} was never registered")
 
-    def drop_uniform(self, ticket: int) -> None:
+    def drop_zero_variance(self, ticket: int) -> None:
         """Drop an accepted group whose rewards are all equal; its prompt is given up."""
         self._leased(ticket)
-        self._emit(ev.Dropped(ticket, DropReason.UNIFORM.value, True))
+        self._emit(ev.Dropped(ticket, DropReason.ZERO_VARIANCE.value, True))
 
     def drop_masked(self, ticket: int) -> None:
         """Drop an accepted group of which no token may be trained; its prompt is given up."""
@@ -335,10 +335,10 @@ class ReplicaCommands:
             self._give_back(ticket, Reissue.RELEASED)
         return len(unknown)
 
-    def retire(self, replica: str) -> None:
+    def deregister(self, replica: str) -> None:
         """Take back all that a replica holds; the same name may lease again."""
         for ticket in sorted(self.state.leases.get(replica, ())):
-            self._give_back(self.state.tickets[ticket], Reissue.RETIRED)
+            self._give_back(self.state.tickets[ticket], Reissue.DEREGISTERED)
         self.evaluations.free(replica)
 
     @property
@@ -387,7 +387,7 @@ class ReplicaCommands:
     def _give_back(self, ticket: Ticket, reason: Reissue) -> None:
         limit = self.settings.max_attempts
         has_failed = reason is Reissue.FAILED and ticket.num_failures + 1 >= limit
-        is_lost = reason in (Reissue.EXPIRED, Reissue.RETIRED)
+        is_lost = reason in (Reissue.EXPIRED, Reissue.DEREGISTERED)
         has_killed = is_lost and ticket.num_lost_leases + 1 >= GIVEN_UP_LOST_LEASES * limit
         if has_failed or has_killed:
             self._emit(ev.Dropped(ticket.id, DropReason.POISON.value, True))

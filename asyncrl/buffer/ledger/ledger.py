@@ -5,7 +5,7 @@ clock, no I/O and no logging. A command checks, then emits events; `LedgerState.
 thing that changes state, so `replay` of the events makes the same ledger.
 
     ISSUED -> LEASED -> STORED -> RESERVED(step) -> TRAINED(step) -> ACKED        any open one -> DROPPED
-    LEASED -> ISSUED   expired, retired, released, carried, failed, revoked: next attempt, same prompt
+    LEASED -> ISSUED   expired, deregistered, released, partial, failed, revoked: next attempt, same prompt
     STORED, RESERVED -> ISSUED   its payload is lost
     RESERVED, TRAINED, ACKED from step s on -> RESERVED   resume at s: same steps, same order
 
@@ -17,7 +17,7 @@ position, but moves forward if older ones were dropped, and never before the fir
 
 Admission. (a) open tickets stay below `(max_lag + 1) * groups_per_step`, or below what fills the gaps;
 (b) the position is within `max_lag` of the version that the replica serves, and of the versions of
-carried work, which is let go otherwise; (c) fewer than `ready_batches` batches are stored; (d) the
+a partial rollout, which is let go otherwise; (c) fewer than `ready_batches` batches are stored; (d) the
 largest group fits in memory. (a) and (c) gate new tickets only. While a step trains, (a) is tighter:
 about as many tickets are admitted as the step uses up, so that few stored groups are left over to age.
 
@@ -33,7 +33,7 @@ so (b) holds at the newest version; with none ISSUED, (a) holds as fewer than a 
 the gaps. What `drop` drops is over age, so nothing sampled at the newest version is, and each prompt
 is dropped fewer than `max_attempts` times. A step that trains ends, or a resume ends it, and the
 tighter (a) with it. Memory: whole groups own two batches of the largest ones,
-carried work only what is beyond; later steps hold at most one batch (a resume leaves the rest to the
+partial rollouts have only what is beyond; later steps hold at most one batch (a resume leaves the rest to the
 journal), this one fewer than a batch, stored groups among them: so (d) holds.
 """
 

@@ -12,20 +12,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, fields
 from typing import Any, TypeVar
 
+from asyncrl.buffer.ledger.events import OLD_REASONS
 from asyncrl.buffer.ledger.facts import Facts, VersionBook, VersionRun
 from asyncrl.buffer.ledger.tickets import (
-    Carry,
     Checkpoint,
     DropReason,
     Evaluation,
+    PartialRollout,
     State,
     Ticket,
 )
 from asyncrl.core.errors import WireError
 from asyncrl.core.metrics.tallies import Tally
 
-SNAPSHOT_VERSION, READ_VERSIONS = 2, (1, 2)
-"""2 has versions as runs; 1 had a row for each."""
+SNAPSHOT_VERSION, READ_VERSIONS = 3, (1, 2, 3)
+"""3 has the names of `_OLD_FIELDS` and `OLD_REASONS`; 2 has versions as runs; 1 had a row for each."""
+_OLD_FIELDS = {"carry": "partial", "carry_bytes": "partial_bytes"}
 
 _PLAIN = (
     *("num_prompts", "data_digest", "token", "holder", "is_resumed", "num_issued", "num_drawn"),
@@ -37,7 +39,7 @@ _PLAIN = (
         "floor_step",
         "held_bytes",
         "held_tokens",
-        "carry_bytes",
+        "partial_bytes",
     ),
     *("folded_trained", "folded_given_up", "num_evaluations"),
 )
@@ -45,7 +47,7 @@ _MAPPINGS = ("replay_sizes", "note")
 _COUNTERS = ("folded_dropped", "reissues")
 _TICKET_FIELDS = tuple(field.name for field in fields(Ticket))
 _STATE_AT, _REASON_AT = _TICKET_FIELDS.index("state"), _TICKET_FIELDS.index("reason")
-_VERSIONS_AT, _CARRY_AT = _TICKET_FIELDS.index("versions"), _TICKET_FIELDS.index("carry")
+_VERSIONS_AT, _PARTIAL_AT = _TICKET_FIELDS.index("versions"), _TICKET_FIELDS.index("partial")
 _STATES = {state.value: state for state in State}
 
 K = TypeVar("K")
@@ -97,8 +99,8 @@ def _write_ticket(ticket: Ticket) -> list[object]:
     row[_STATE_AT] = ticket.state.value
     row[_REASON_AT] = ticket.reason and ticket.reason.value
     row[_VERSIONS_AT] = list(ticket.versions)
-    if ticket.carry is not None:
-        row[_CARRY_AT] = [*ticket.carry[:3], list(ticket.carry.versions)]
+    if ticket.partial is not None:
+        row[_PARTIAL_AT] = [*ticket.partial[:3], list(ticket.partial.versions)]
     return row
 
 
@@ -118,15 +120,17 @@ def read_snapshot(state: Facts, values: Mapping[str, object]) -> None:
 
 
 def _read(state: Facts, values: Mapping[str, Any]) -> None:
+    plain = {_OLD_FIELDS.get(name, name): value for name, value in values["plain"].items()}
     for name in _PLAIN:
-        setattr(state, name, values["plain"][name])
+        setattr(state, name, plain[name])
     state.sources = tuple((count, weight) for count, weight in values.get("sources", ()))
     for name in _MAPPINGS:
         setattr(state, name, dict(values["mappings"][name]))
     for name in _COUNTERS:
-        setattr(state, name, Counter(dict(values["mappings"][name])))
+        counts = {OLD_REASONS.get(reason, reason): count for reason, count in values["mappings"][name]}
+        setattr(state, name, Counter(counts))
     state.versions = _read_versions(values["versions"])
-    if tuple(values["ticket_fields"]) != _TICKET_FIELDS:
+    if tuple(_OLD_FIELDS.get(name, name) for name in values["ticket_fields"]) != _TICKET_FIELDS:
         raise ValueError("its tickets have other fields")
     state.tickets = {row[0]: _read_ticket(row) for row in values["tickets"]}
     state.by_step = {step: [state.tickets[number] for number in batch] for step, batch in values["by_step"]}
@@ -167,11 +171,11 @@ def _versions_of_each(rows: Iterable[tuple[int, int, int]], forks: list[int]) ->
 def _read_ticket(row: list[Any]) -> Ticket:
     row = list(row)
     row[_STATE_AT] = _STATES[row[_STATE_AT]]
-    row[_REASON_AT] = row[_REASON_AT] and DropReason(row[_REASON_AT])
+    row[_REASON_AT] = row[_REASON_AT] and DropReason(OLD_REASONS.get(row[_REASON_AT], row[_REASON_AT]))
     row[_VERSIONS_AT] = tuple(row[_VERSIONS_AT])
-    if row[_CARRY_AT] is not None:
-        attempt, num_tokens, num_bytes, versions = row[_CARRY_AT]
-        row[_CARRY_AT] = Carry(attempt, num_tokens, num_bytes, tuple(versions))
+    if row[_PARTIAL_AT] is not None:
+        attempt, num_tokens, num_bytes, versions = row[_PARTIAL_AT]
+        row[_PARTIAL_AT] = PartialRollout(attempt, num_tokens, num_bytes, tuple(versions))
     return Ticket(*row)
 
 

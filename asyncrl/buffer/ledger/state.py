@@ -16,11 +16,11 @@ from asyncrl.buffer.ledger.snapshot import read_snapshot, write_snapshot
 from asyncrl.buffer.ledger.tickets import (
     LOST_LEASE_REASONS,
     TRAINED_STATES,
-    Carry,
     Checkpoint,
     DropReason,
     Evaluation,
     LedgerSettings,
+    PartialRollout,
     Reissue,
     State,
     Ticket,
@@ -54,8 +54,8 @@ class LedgerState(Facts):
             ev.Restarted: self._restart,
             ev.Stored: self._store,
             ev.Reissued: self._reissue,
-            ev.Carried: self._carry,
-            ev.CarryDropped: self._drop_carry,
+            ev.PartialStored: self._store_partial,
+            ev.PartialDropped: self._drop_partial,
             ev.Dropped: self._drop,
             ev.Reserved: self._reserve,
             ev.Trained: self._train,
@@ -235,9 +235,9 @@ class LedgerState(Facts):
             self._list_deadlines()
 
     def _oldest_version(self, ticket: Ticket, served: int) -> int:
-        if ticket.carry is None:
+        if ticket.partial is None:
             return served
-        return min((*ticket.carry.versions, served), key=self.versions.counted_step)
+        return min((*ticket.partial.versions, served), key=self.versions.counted_step)
 
     def _renew(self, event: ev.Renewed) -> None:
         for number in event.tickets:
@@ -257,7 +257,7 @@ class LedgerState(Facts):
         ticket = self.tickets[event.ticket]
         self._end_lease(ticket)
         _, ticket.num_tokens, ticket.num_bytes, ticket.versions = event
-        self._forget_carry(ticket)
+        self._forget_partial(ticket)
         ticket.is_held = True
         self.held_bytes += ticket.num_bytes
         self.held_tokens += ticket.num_tokens
@@ -274,41 +274,41 @@ class LedgerState(Facts):
         self._move(ticket, State.ISSUED)
         heapq.heappush(self.issued_heap, ticket.id)
 
-    def _carry(self, event: ev.Carried) -> None:
+    def _store_partial(self, event: ev.PartialStored) -> None:
         ticket = self.tickets[event.ticket]
         self._end_lease(ticket)
-        self._forget_carry(ticket)
-        ticket.carry = Carry(ticket.attempt, event.num_tokens, event.num_bytes, event.versions)
-        self.carry_bytes += event.num_bytes
+        self._forget_partial(ticket)
+        ticket.partial = PartialRollout(ticket.attempt, event.num_tokens, event.num_bytes, event.versions)
+        self.partial_bytes += event.num_bytes
         self.held_bytes += event.num_bytes
-        self.reissues[Reissue.CARRIED.value] += 1
+        self.reissues[Reissue.PARTIAL.value] += 1
         ticket.attempt += 1
         self._move(ticket, State.ISSUED)
         heapq.heappush(self.issued_heap, ticket.id)
 
-    def _drop_carry(self, event: ev.CarryDropped) -> None:
-        self._let_carry_go(self.tickets[event.ticket])
+    def _drop_partial(self, event: ev.PartialDropped) -> None:
+        self._let_partial_go(self.tickets[event.ticket])
 
-    def _let_carry_go(self, ticket: Ticket) -> None:
-        """Forget carried work and its payload."""
-        if ticket.carry is not None:
-            self._forget_carry(ticket)
+    def _let_partial_go(self, ticket: Ticket) -> None:
+        """Forget a partial rollout and its payload."""
+        if ticket.partial is not None:
+            self._forget_partial(ticket)
             self.freed.append(ticket.id)
             self.released.append(ticket.id)
 
-    def _forget_carry(self, ticket: Ticket) -> None:
-        """Forget carried work; a payload of the same ticket takes its payload's place."""
-        if ticket.carry is not None:
-            self.carry_bytes -= ticket.carry.num_bytes
-            self.held_bytes -= ticket.carry.num_bytes
-            ticket.carry = None
+    def _forget_partial(self, ticket: Ticket) -> None:
+        """Forget a partial rollout; a payload of the same ticket takes its payload's place."""
+        if ticket.partial is not None:
+            self.partial_bytes -= ticket.partial.num_bytes
+            self.held_bytes -= ticket.partial.num_bytes
+            ticket.partial = None
 
     def _drop(self, event: ev.Dropped) -> None:
         ticket = self.tickets[event.ticket]
         if ticket.step >= 0:
             self.refused_steps.add(ticket.step)
         self._leave(ticket)
-        self._let_carry_go(ticket)
+        self._let_partial_go(ticket)
         ticket.reason, ticket.is_given_up = DropReason(event.reason), event.is_given_up
         self._move(ticket, State.DROPPED)
         self.dropped.append(ticket)

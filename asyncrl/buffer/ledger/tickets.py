@@ -37,14 +37,14 @@ PAYLOAD_STATES = (State.STORED, State.RESERVED, State.TRAINED, State.ACKED)
 class DropReason(enum.Enum):
     """Reason for which a ticket never changes the weights.
 
-    STALE: over age. UNIFORM: all its rewards are equal, so it has no advantage (DAPO's dynamic
+    STALE: over age. ZERO_VARIANCE: all its rewards are equal, so it has no advantage (DAPO's dynamic
     sampling, arXiv:2503.14476). MASKED: all its answers were cut, and such are not trained. POISON: it
     fails or kills its replicas. GUARD: its update was refused, or it spoilt one. OVERSIZED: it has a row that
     is longer than a microbatch, as a journal from before a smaller `learner.max_tokens_per_microbatch` may.
     """
 
     STALE = "stale"
-    UNIFORM = "uniform"
+    ZERO_VARIANCE = "zero_variance"
     MASKED = "masked"
     POISON = "poison"
     GUARD = "guard"
@@ -55,25 +55,25 @@ class Reissue(enum.Enum):
     """Reason for which a ticket went back to ISSUED."""
 
     EXPIRED = "expired"
-    RETIRED = "retired"
+    DEREGISTERED = "deregistered"
     RELEASED = "released"
     FAILED = "failed"
     REVOKED = "revoked"
     LOST = "lost"
-    CARRIED = "carried"
+    PARTIAL = "partial"
 
 
-class CarryLoss(enum.Enum):
+class PartialLoss(enum.Enum):
     """Reason for which a partial rollout is not continued."""
 
     STALE = "stale"
     LOST = "lost"
 
 
-LOST_LEASE_REASONS = (Reissue.EXPIRED, Reissue.RETIRED)
+LOST_LEASE_REASONS = (Reissue.EXPIRED, Reissue.DEREGISTERED)
 
 
-class Carry(NamedTuple):
+class PartialRollout(NamedTuple):
     """Partial work of a draining replica; it counts against memory.
 
     Attributes:
@@ -97,11 +97,11 @@ class Ticket:
         position: Its place in the order of training when it was last admitted, see `Ledger`.
         parent: The dropped ticket that this one repeats, or 0.
         generation: Number of dropped tickets before it for the same prompt.
-        num_failures: Attempts that failed. num_lost_leases: Leases that expired or were retired.
+        num_failures: Attempts that failed. num_lost_leases: Leases that expired or were deregistered.
         replica, deadline: Holder and end of the lease; meaningful while LEASED.
         version: While LEASED, the oldest version number that its tokens may have: the one that the
-            replica served when it asked, or an older one of carried work.
-        carry: Partial work that the next attempt goes on from.
+            replica served when it asked, or an older one of its partial rollout.
+        partial: The partial rollout that the next attempt goes on from.
         num_tokens, num_bytes, versions: Of the payload; `versions` are its lowest and highest number.
         is_held: The payload counts against the buffer's memory.
         step: The learner step that reserved it; -1 before.
@@ -129,12 +129,12 @@ class Ticket:
     reason: DropReason | None = None
     is_given_up: bool = False
     version: int = 0
-    carry: Carry | None = None
+    partial: PartialRollout | None = None
 
     @property
-    def carry_attempt(self) -> int:
-        """The attempt that made the carried work, 0 for none."""
-        return self.carry.attempt if self.carry is not None else 0
+    def partial_attempt(self) -> int:
+        """The attempt that made the partial rollout, 0 for none."""
+        return self.partial.attempt if self.partial is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Grant:
     """A replica's right to generate one group.
 
     Attributes:
-        carry_attempt: The attempt whose partial work the buffer holds for this one, 0 for none.
+        partial_attempt: The attempt whose partial rollout the buffer holds for this one, 0 for none.
     """
 
     ticket: int
@@ -151,7 +151,7 @@ class Grant:
     pass_number: int
     index: int
     seed: int
-    carry_attempt: int = 0
+    partial_attempt: int = 0
 
 
 @dataclass(frozen=True)

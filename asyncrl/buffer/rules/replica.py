@@ -22,7 +22,7 @@ LEASE_WAIT_S = 2.0
 RETRY_PAUSE_S = 0.5
 """From an error to the next try."""
 CALL_ATTEMPTS = 6
-CARRY_DEADLINE_S = 5.0
+INTERRUPT_DEADLINE_S = 5.0
 FAREWELL_DEADLINE_S = 2.0
 
 
@@ -183,21 +183,21 @@ class Tries:
 class DrainStage(StrEnum):
     """Stage of a drain while groups are in flight.
 
-    FINISH: they may end by themselves. CARRY: they are interrupted, and their tokens so far handed in.
+    FINISH: they may end by themselves. INTERRUPT: they are interrupted, and their tokens so far handed in.
     """
 
     FINISH = "FINISH"
-    CARRY = "CARRY"
+    INTERRUPT = "INTERRUPT"
 
 
 def plan_drain(grace_s: float, *, resumes_partial: bool) -> tuple[tuple[DrainStage, float], ...]:
     """Return the stages of a drain and how long each may take; one without a group in flight is left out.
 
-    After them the replica releases the leases of all attempts that it still holds, and retires.
+    After them the replica releases the leases of all attempts that it still holds, and deregisters.
     """
     stages = []
     if grace_s:
         stages.append((DrainStage.FINISH, grace_s))
     if resumes_partial:
-        stages.append((DrainStage.CARRY, CARRY_DEADLINE_S))
+        stages.append((DrainStage.INTERRUPT, INTERRUPT_DEADLINE_S))
     return tuple(stages)

@@ -59,7 +59,7 @@ LARGE_STEPS = 20
 DEFAULT_GPU = "H100"
 MEASURE = "asyncrl bench calibrate CONFIG --out rates.json"
 MAX_SIGMA, LEAST_MEDIAN = 10.0, 0.01
-MAX_UNIFORM = 0.99
+MAX_ZERO_VARIANCE = 0.99
 """Of the groups: if more are dropped for equal rewards, a step takes hundreds of batches."""
 NO_SWEEP = f"(no sweep beyond {MAX_SWEPT_REPLICAS} replicas: give other values with --set)"
 
@@ -223,8 +223,8 @@ def _setting_of_file(config: Config, values: dict[str, Any]) -> Setting:
         sigma = _number_of(found, "sigma", 0.0, MAX_SIGMA)
         lengths = LengthsModel(sigma, _number_of(found, "median_tokens", LEAST_MEDIAN, math.inf))
     prompt_tokens = _number_of({"prompt_tokens": 0.0} | values, "prompt_tokens", 0.0, math.inf)
-    share = _number_of({"uniform_share": 0.0} | values, "uniform_share", 0.0, MAX_UNIFORM)
-    return replace(Setting.of(config, lengths, prompt_tokens=prompt_tokens), uniform_share=share)
+    share = _number_of({"zero_variance_share": 0.0} | values, "zero_variance_share", 0.0, MAX_ZERO_VARIANCE)
+    return replace(Setting.of(config, lengths, prompt_tokens=prompt_tokens), zero_variance_share=share)
 
 
 def _number_of(values: dict[str, Any], name: str, least: float, most: float) -> float:

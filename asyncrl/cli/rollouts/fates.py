@@ -24,7 +24,7 @@ TRAINED, OBSERVED, CUT, OVER_AGE = "", "observation", "cut", "over age"
 
 WHY_DROPPED: Mapping[str, str] = {
     "stale": "over age: its tokens were older than max_lag allows",
-    "uniform": "all its rewards were equal, so there was nothing to learn from it",
+    "zero_variance": "all its rewards were equal, so there was nothing to learn from it",
     "masked": "all its answers were cut, and cut answers are masked",
     "poison": "every attempt at it failed",
     "guard": "the guard refused its update",

@@ -42,7 +42,7 @@ def compare_with_run(folder: RunDir, config: Config) -> list[Change]:
     Raises:
         ConfigError: The run is of another asyncrl, or has no configuration.
     """
-    before = load_config(folder.asked) if folder.asked.exists() else load_resolved(folder.path)
+    before = load_config(folder.config) if folder.config.exists() else load_resolved(folder.path)
     run = config.run.model_copy(update={"dir": str(Path(config.run.dir).absolute())})
     return find_changes(relocate(before, folder.path.parent), config.model_copy(update={"run": run}))
 

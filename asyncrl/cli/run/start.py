@@ -176,7 +176,7 @@ def _write_down(folder: RunDir, config: Config, asked: Config) -> None:
     if not journal_facts(config.buffer.journal).keeps_past:  # nothing to go on from: a new history
         remove_rows(folder.metrics)
         folder.remove_learner_rows()
-    for path, one in ((folder.resolved, config), (folder.asked, asked)):
+    for path, one in ((folder.resolved, config), (folder.config, asked)):
         replace_text(path, dump_resolved(one), 0o600, is_synced=True)  # buffer.url may hold a password
 
 

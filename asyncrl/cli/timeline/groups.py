@@ -55,8 +55,8 @@ class GroupBook:
                 self._open[ticket] = (replica, time_s, version)
             case ev.Stored(ticket=ticket, num_tokens=num_tokens):
                 self._end(ticket, time_s, "stored", num_tokens)
-            case ev.Carried(ticket=ticket, num_tokens=num_tokens):
-                self._end(ticket, time_s, "carried", num_tokens)
+            case ev.PartialStored(ticket=ticket, num_tokens=num_tokens):
+                self._end(ticket, time_s, "partial", num_tokens)
             case ev.Reissued(ticket=ticket, reason=reason):
                 self._end(ticket, time_s, reason)
             case ev.Dropped(ticket=ticket, reason=reason):

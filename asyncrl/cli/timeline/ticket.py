@@ -52,10 +52,10 @@ class Tracer:
             ev.Stored: lambda event: (
                 f"stored: {event.num_tokens} tokens, {event.num_bytes} bytes, {_versions(event.versions)}"
             ),
-            ev.Carried: lambda event: self._again(
+            ev.PartialStored: lambda event: self._again(
                 f"came back unfinished: {event.num_tokens} tokens, {_versions(event.versions)}"
             ),
-            ev.CarryDropped: lambda event: f"its unfinished work is given up ({event.reason})",
+            ev.PartialDropped: lambda event: f"its unfinished work is given up ({event.reason})",
             ev.Reissued: lambda event: self._again(f"issued again ({event.reason})"),
             ev.Dropped: self._dropped,
         }

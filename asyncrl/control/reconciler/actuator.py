@@ -33,7 +33,7 @@ from asyncrl.control.record.events import EventLog, Kind
 from asyncrl.control.roster import Roster
 from asyncrl.core import service_command
 from asyncrl.core.errors import DeadlineExceeded, ServiceFailed
-from asyncrl.core.service_command import A, Command, DumpStacks, RetireReplica, Tighten
+from asyncrl.core.service_command import A, Command, DeregisterReplica, DumpStacks, Tighten
 from asyncrl.core.service_status import BUFFER, ReplicaStatus, ServiceStatus
 
 log = logging.getLogger(__name__)
@@ -106,12 +106,12 @@ class ServiceActuator:
             log.error("%s: processes %s do not die", name, living)
         self._kernel.remove_segments(self._roster.run_id, name)
         if name.startswith("rollout."):
-            self._retire(name)
+            self._deregister(name)
 
-    def _retire(self, name: str) -> None:
+    def _deregister(self, name: str) -> None:
         """Have the buffer revoke a dead replica's leases. If that fails they expire."""
         try:
-            self._launcher.command(BUFFER, RetireReplica(name), SHORT_DEADLINE_S)
+            self._launcher.command(BUFFER, DeregisterReplica(name), SHORT_DEADLINE_S)
         except (ServiceFailed, DeadlineExceeded) as error:
             log.warning("the leases of %s are left to run out: %s", name, error)
 

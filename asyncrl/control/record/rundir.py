@@ -1,6 +1,6 @@
 """The files of a run: where each lies, written whole or not at all.
 
-runs/<name>/: asked.yaml, resolved.yaml, run.json, keys.json and service_keys.json (of the live run),
+runs/<name>/: config.yaml, resolved.yaml, run.json, keys.json and service_keys.json (of the live run),
 phase.json, metrics.jsonl, learner_rows.jsonl (until the end), events.jsonl, fleet.json,
 pending_checkpoint.json (until it is there), weight_sync.jsonl, outcome.json, outcome.reserve, summary.json,
 curves.png, tensorboard/, logs/, journal/, checkpoints/, weights/ (Hugging Face).
@@ -50,9 +50,9 @@ class RunDir:
         return self.path / "service_keys.json"
 
     @property
-    def asked(self) -> Path:
+    def config(self) -> Path:
         """The configuration as it was submitted, before models and data were fetched. Mode 0600."""
-        return self.path / "asked.yaml"
+        return self.path / "config.yaml"
 
     @property
     def phase(self) -> Path:

@@ -13,7 +13,7 @@ from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.rows.row_files import iterate_rows
 from asyncrl.core.config.tree import Config
-from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 from asyncrl.core.service_status import Statuses
 
 LAST_EVALUATIONS = 3
@@ -25,7 +25,7 @@ CURVES = (
     ("tokens/s", "perf/learner_tokens_per_s"),
 )
 NAMES = (
-    *("time", "timing_s/step", "timing_s/wait", FIRST_OF_LIFE),
+    *("time", "timing_s/step", "timing_s/wait", FIRST_AFTER_START),
     *("staleness/trained_tokens", "staleness/masked_tokens", "staleness/lag_max_trained"),
     *("perf/total_num_tokens", "perf/rollout_tokens", "perf/rollout_tokens_s"),
     *("perf/rollout_tokens_per_s", "perf/rollout_idle_share"),
@@ -57,7 +57,7 @@ def summarise(
     buffer = statuses.buffer
     accuracies = [found for _, found in history.held_out]
     last = accuracies[-LAST_EVALUATIONS:]
-    is_first = history[FIRST_OF_LIFE] > 0
+    is_first = history[FIRST_AFTER_START] > 0
     later = history.where(~is_first)
     first_times = history["time"][is_first & (history["time"] >= (began or 0.0))]
     start_s = float(first_times.max()) - began if first_times.size and began is not None else None

@@ -16,7 +16,7 @@ from asyncrl.control.rows.row_fetcher import RowFetcher
 from asyncrl.control.rows.row_files import is_evaluation, iterate_rows, load_rows, newest_rows
 from asyncrl.core.metrics.metric import Row
 from asyncrl.core.metrics.row_log import read_rows
-from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.service_status import Statuses
 
@@ -95,7 +95,7 @@ class RowCollector:
         rates = self._meter.update(self._runtime.now(), statuses)
         recorded = []
         for row in rows:
-            first = {FIRST_OF_LIFE: float(is_first and row is rows[0])}
+            first = {FIRST_AFTER_START: float(is_first and row is rows[0])}
             recorded.append(self._recorder.record({**row, **rates, **first}))
         self.newest = recorded[-1]
         return recorded

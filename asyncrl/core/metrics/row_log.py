@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from asyncrl.core.files.durable import append_lines
 from asyncrl.core.metrics.metric import Row
-from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 
 NAME, OLDER_NAME = "learner_rows.jsonl", "learner_rows.older.jsonl"
 ROTATE_BYTES = 32 << 20
@@ -61,7 +61,7 @@ class RowLog:
             self._untaken.append(dict(row))
             self._num_rows += 1
         try:
-            line = json.dumps({**row, FIRST_OF_LIFE: float(is_first)}) + "\n"
+            line = json.dumps({**row, FIRST_AFTER_START: float(is_first)}) + "\n"
             if append_lines(self._path, line) > self._rotate_bytes:
                 self._rotate()
         except OSError as error:  # the disk is full, or the folder is gone

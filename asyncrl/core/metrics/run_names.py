@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.core.metrics.metric import Metric, means, singles
 
-FIRST_OF_LIFE = "training/is_first_of_life"
+FIRST_AFTER_START = "training/is_first_after_start"
 """1 on the first row after a start or a resume: its time also holds that start."""
 
 _PROGRESS = singles(
@@ -15,7 +15,7 @@ _PASSES = singles(
     "supervisor",
     ("training/epoch", "passes", "Pass over the data of the last drawn prompt, from 0"),
     (
-        FIRST_OF_LIFE,
+        FIRST_AFTER_START,
         "1",
         "1 on the first row after a start or resume; its times include the start",
     ),
@@ -197,7 +197,7 @@ _ROLLOUT = singles(
         "groups",
         "Groups so far with a token over `max_lag`; their prompts were issued again",
     ),
-    ("buffer/dropped/uniform", "groups", "Zero-variance groups so far, replaced by new prompts"),
+    ("buffer/dropped/zero_variance", "groups", "Zero-variance groups so far, replaced by new prompts"),
     (
         "buffer/dropped/masked",
         "groups",

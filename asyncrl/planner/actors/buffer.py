@@ -95,8 +95,12 @@ class BufferActor(Actor):
         if result == "accepted":
             num_bytes = num_tokens * BYTES_PER_TOKEN + BYTES_PER_TRAJECTORY * setting.trained_samples
             num_bytes = min(num_bytes, setting.ledger.max_group_bytes)
-            is_uniform = bool(setting.uniform_share) and self.world.random.random() < setting.uniform_share
-            result = self.ledger.take_in(ticket, num_tokens, num_bytes, spans, is_uniform=is_uniform)
+            has_zero_variance = (
+                bool(setting.zero_variance_share) and self.world.random.random() < setting.zero_variance_share
+            )
+            result = self.ledger.take_in(
+                ticket, num_tokens, num_bytes, spans, has_zero_variance=has_zero_variance
+            )
             if result == "stored":
                 self._payloads[ticket] = (num_tokens, spans)
         self._reply(src, call, result=result)

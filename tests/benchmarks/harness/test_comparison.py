@@ -253,7 +253,8 @@ def test_a_run_is_compared_with_verl_by_the_names_that_mean_the_same_in_both(
 def test_the_first_step_after_a_resume_is_left_out_of_a_run(tmp_path: Path):
     times = {1: 60.0, 2: 1.0, 3: 1.0, 4: 50.0, 5: 1.0, 6: 1.0}
     rows = [
-        {"timing_s/step": step_s, "training/is_first_of_life": float(step_s > 1)} for step_s in times.values()
+        {"timing_s/step": step_s, "training/is_first_after_start": float(step_s > 1)}
+        for step_s in times.values()
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (found,) = read(tmp_path / "metrics.jsonl").rows
@@ -261,7 +262,13 @@ def test_the_first_step_after_a_resume_is_left_out_of_a_run(tmp_path: Path):
 
 
 def test_clocks_and_counters_of_a_log_are_no_figures(tmp_path: Path):
-    names = ["time", "training/global_step", "training/epoch", "training/is_first_of_life", "weights/rounds"]
+    names = [
+        "time",
+        "training/global_step",
+        "training/epoch",
+        "training/is_first_after_start",
+        "weights/rounds",
+    ]
     rows = [{"timing_s/step": 1.0, "guard/lr_scale": 1.0} | dict.fromkeys(names, step) for step in range(5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (found,) = read(tmp_path / "metrics.jsonl").rows

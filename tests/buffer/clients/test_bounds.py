@@ -60,7 +60,7 @@ BEYOND: dict[str, Callable[[int], Group]] = {
 
 
 @pytest.mark.parametrize("why", BEYOND)
-@pytest.mark.parametrize("way", ["push", "carry"])
+@pytest.mark.parametrize("way", ["push", "store_partial"])
 def test_a_group_beyond_a_bound_is_refused_to_its_sender_and_its_attempt_has_failed(
     why: str, way: str
 ) -> None:

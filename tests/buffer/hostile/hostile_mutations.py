@@ -31,11 +31,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "lease": REPLICA | {"version": 1, "want": 1, "wait_s": 0.0, "evaluating": None},
     "renew": REPLICA | {"tickets": [[1, 1], [2, 1]]},
     "push": REPLICA | {"ticket": 1, "attempt": 1},
-    "carry": REPLICA | {"ticket": 2, "attempt": 1},
-    "fetch_carry": REPLICA | {"ticket": 2, "attempt": 2},
+    "push_partial": REPLICA | {"ticket": 2, "attempt": 1},
+    "fetch_partial": REPLICA | {"ticket": 2, "attempt": 2},
     "fail": REPLICA | {"ticket": 1, "attempt": 1, "reason": "timeout"},
     "release": REPLICA | {"tickets": [[3, 1]]},
-    "retire": REPLICA,
+    "deregister": REPLICA,
     "evaluated": REPLICA | {"id": 1, "version": 1, "metrics": {"accuracy": 0.5}},
     "open": {"holder": "learner"},
     "resume": {"token": 1, "step": 0, "is_fork": False, "note": {"lr": 1.0}, "refused": []},
@@ -47,8 +47,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "checkpointed": {"token": 1, "step": 1, "digest": "d", "kept": [1]},
     "request_evaluation": {"token": 1, "step": 0},
 }
-WITH_GROUP = ("push", "carry")
-UNDOING = ("open", "resume", "fail", "release", "retire", "carry")
+WITH_GROUP = ("push", "push_partial")
+UNDOING = ("open", "resume", "fail", "release", "deregister", "push_partial")
 """Asked seldom, so that some groups get as far as being trained."""
 
 

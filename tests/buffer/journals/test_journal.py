@@ -498,7 +498,7 @@ def test_a_group_whose_rewards_are_all_equal_is_dropped_and_its_prompt_given_up(
         == "dropped"
     )
     census = take_census(store.ledger.state)
-    assert (census.dropped, census.given_up, store.ledger.state.held_bytes) == ({"uniform": 1}, 1, 0)
+    assert (census.dropped, census.given_up, store.ledger.state.held_bytes) == ({"zero_variance": 1}, 1, 0)
 
 
 def test_constant_groups_are_stored_where_the_algorithm_wants_them() -> None:
@@ -546,29 +546,31 @@ def test_a_group_pushed_after_its_carried_work_was_found_lost_stays(tmp_path: Pa
     store = make_store(tmp_path, memory_bytes=1 << 26)
     start(store)
     (grant,) = store.ledger.lease("a", 1, 1, 0.0)
-    store.carry("a", grant.ticket, 1, encode_group(make_group(grant.ticket, 1)))
+    store.store_partial("a", grant.ticket, 1, encode_group(make_group(grant.ticket, 1)))
     store.commit(0.0)
     store.ledger.lease("a", 1, 1, 0.0)
     store.commit(0.0)
     store._payloads.clear()  # as after a restart
     store.journal.release(grant.ticket)  # as if its record were damaged
-    assert store.fetch_carry("a", grant.ticket, 2) is None
+    assert store.fetch_partial("a", grant.ticket, 2) is None
     assert store.push("a", grant.ticket, 2, encode_group(make_group(grant.ticket, 2))) == "stored"
     assert store.commit(0.0)
     assert store.journal.holds(grant.ticket, 2)
     store.journal.close()
 
 
-def test_carried_work_that_is_damaged_while_the_buffer_is_away_is_generated_again(tmp_path: Path) -> None:
+def test_a_partial_rollout_that_is_damaged_while_the_buffer_is_away_is_generated_again(
+    tmp_path: Path,
+) -> None:
     store = make_store(tmp_path, memory_bytes=1 << 26)
     start(store)
     (grant,) = store.ledger.lease("a", 1, 1, 0.0)
-    store.carry("a", grant.ticket, 1, encode_group(make_group(grant.ticket, 1)))
+    store.store_partial("a", grant.ticket, 1, encode_group(make_group(grant.ticket, 1)))
     store.commit(0.0)
     store.journal.close()
     newest_segment(tmp_path).unlink()
     again = make_store(tmp_path, memory_bytes=1 << 26)
-    assert again.counters["lost_carries"] == 1
+    assert again.counters["lost_partials"] == 1
     (grant,) = again.ledger.lease("a", 1, 1, 0.0)
-    assert again.fetch_carry("a", grant.ticket, grant.attempt) is None
+    assert again.fetch_partial("a", grant.ticket, grant.attempt) is None
     again.journal.close()

@@ -98,7 +98,7 @@ def note(path: Path, values: list[Any]) -> None:
 
 def produce(folder: Path, address: str) -> None:
     client, life = Client(ThreadRuntime(), address), time.monotonic_ns()
-    ask(client, "retire", replica="producer")
+    ask(client, "deregister", replica="producer")
     ask(client, "describe_data", num_prompts=1000, digest="digest")
     while True:
         version = ask(client, "status")["last_version"]

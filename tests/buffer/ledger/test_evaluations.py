@@ -69,7 +69,7 @@ def test_the_part_of_a_replica_that_died_is_answered_by_another_at_the_same_vers
     orders.give("a", 1, None)
     orders.give("b", 1, None)
     orders.finish(1, 1, RIGHT, part=0)
-    run.ledger.retire("b")
+    run.ledger.deregister("b")
     assert orders.give("c", 1, None) == Part(1, 0, 1, 2)
     assert orders.finish(1, 1, RIGHT, part=1)
     assert run.state.evaluations[1].metrics["acc"] == 0.5
@@ -94,7 +94,7 @@ def test_who_serves_another_version_may_not_help_and_begins_anew_once_nobody_is_
     run.train()
     assert run.version == 2
     assert orders.give("b", 2, None) is None
-    run.ledger.retire("a")
+    run.ledger.deregister("a")
     assert orders.give("b", 2, None) == Part(1, 0, 0, 2), "part 0 again: its result was of version 1"
     assert not orders.finish(1, 1, RIGHT, part=1), "of the version that was given up"
     assert orders.finish(1, 2, {"acc": Tally(4, 4.0, 4.0, 4)}, part=0)
@@ -111,7 +111,7 @@ def test_a_call_that_waited_too_long_takes_nothing_away_from_its_replica():
     assert orders.give("a", 1, None) is None, "asked before the swap, answered after the order was taken"
     assert run.state.evaluations[1].holders == {0: "a"}
     assert orders.give("a", 2, None) == Part(1, 0, 0, 2)
-    run.ledger.retire("a")
+    run.ledger.deregister("a")
     assert orders.give("b", 1, None) is None, "an order never goes back to an older version"
     assert run.state.evaluations[1].served == 2
 
@@ -226,7 +226,7 @@ class EvaluationMachine(RuleBasedStateMachine):
     def die(self, replica: str, is_noticed: bool) -> None:
         self.held.pop(replica, None)
         if is_noticed:
-            self.run_.ledger.retire(replica)
+            self.run_.ledger.deregister(replica)
 
     @rule()
     def swap(self) -> None:
@@ -260,7 +260,7 @@ class EvaluationMachine(RuleBasedStateMachine):
         if not hasattr(self, "run_"):
             return
         for replica in "abc":
-            self.run_.ledger.retire(replica)
+            self.run_.ledger.deregister(replica)
         self.held.clear()
         for _ in range(9):
             self.ask("a", 0)

@@ -86,7 +86,7 @@ def test_groups_without_a_spread_of_rewards_are_rejected_and_their_places_filled
     positions = [ticket.position for ticket in batch]
     assert positions == [0, 1], "what was dropped leaves no gap"
     census = take_census(store.ledger.state)
-    assert (census.dropped, census.prompts_drawn, census.residue) == ({"uniform": 2}, 4, 0)
+    assert (census.dropped, census.prompts_drawn, census.residue) == ({"zero_variance": 2}, 4, 0)
 
 
 def test_what_was_dropped_is_counted_by_reason_in_the_metrics() -> None:
@@ -94,23 +94,23 @@ def test_what_was_dropped_is_counted_by_reason_in_the_metrics() -> None:
     push(store, lease(store), rewards=SAME)
     census = take_census(store.ledger.state).as_values()
     row = Meter().update(1.0, statuses_of({"buffer.0": census}))
-    assert row["buffer/dropped/uniform"] == 1
+    assert row["buffer/dropped/zero_variance"] == 1
     assert [row[f"buffer/dropped/{reason}"] for reason in ("stale", "poison", "guard")] == [0, 0, 0]
 
 
-def test_carried_work_is_kept_for_the_next_attempt_and_never_trained_as_it_is() -> None:
+def test_a_partial_rollout_is_kept_for_the_next_attempt_and_never_trained_as_it_is() -> None:
     store, token = begin()
     grant = lease(store)
     frames = encode_group(make_group(grant.ticket, grant.attempt))
-    assert store.carry("a", grant.ticket, grant.attempt, frames) == "carried"
+    assert store.store_partial("a", grant.ticket, grant.attempt, frames) == "stored"
     store.commit(0.0)
     assert store.ledger.state.counts[State.STORED] == 0
     again = lease(store)
-    assert (again.ticket, again.attempt, again.carry_attempt) == (grant.ticket, 2, 1)
-    found = store.fetch_carry("a", again.ticket, again.attempt)
+    assert (again.ticket, again.attempt, again.partial_attempt) == (grant.ticket, 2, 1)
+    found = store.fetch_partial("a", again.ticket, again.attempt)
     assert found is not None and [bytes(frame) for frame in found] == [bytes(frame) for frame in frames]
-    assert store.fetch_carry("b", again.ticket, again.attempt) is None, "only for who holds the lease"
-    assert store.carry("a", grant.ticket, grant.attempt, frames) == "late"
+    assert store.fetch_partial("b", again.ticket, again.attempt) is None, "only for who holds the lease"
+    assert store.store_partial("a", grant.ticket, grant.attempt, frames) == "late"
     assert push(store, again) == "stored"
     store.commit(0.0)
     push(store, lease(store))
@@ -135,27 +135,27 @@ def begun(trajectory: Trajectory, num_tokens: int) -> Trajectory:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 2])
-def test_unfinished_work_may_be_carried_and_never_pushed(num_tokens: int) -> None:
+def test_unfinished_work_may_be_pushed_as_partial_and_never_as_whole(num_tokens: int) -> None:
     store, _ = begin()
     grant = lease(store)
     whole = make_group(grant.ticket, grant.attempt)
     frames = encode_group(with_first(whole, begun(whole.trajectories[0], num_tokens)))
-    with pytest.raises(WireError, match="unfinished, which only carried work may be"):
+    with pytest.raises(WireError, match="unfinished trajectories are for partial rollouts only"):
         store.push("a", grant.ticket, grant.attempt, frames)
     again = lease(store)
     whole = make_group(again.ticket, again.attempt)
     frames = encode_group(with_first(whole, begun(whole.trajectories[0], num_tokens)))
-    assert store.carry("a", again.ticket, again.attempt, frames) == "carried"
-    assert lease(store).carry_attempt == again.attempt
+    assert store.store_partial("a", again.ticket, again.attempt, frames) == "stored"
+    assert lease(store).partial_attempt == again.attempt
 
 
-def test_carried_work_without_any_token_is_refused() -> None:
+def test_a_partial_rollout_without_any_token_is_refused() -> None:
     store, _ = begin()
     grant = lease(store)
     whole = make_group(grant.ticket, grant.attempt)
     nothing = dataclasses.replace(whole, trajectories=tuple(begun(one, 0) for one in whole.trajectories))
     with pytest.raises(WireError, match="the group has no token"):
-        store.carry("a", grant.ticket, grant.attempt, encode_group(nothing))
+        store.store_partial("a", grant.ticket, grant.attempt, encode_group(nothing))
 
 
 @pytest.mark.parametrize(

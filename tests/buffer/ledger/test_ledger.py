@@ -77,10 +77,10 @@ def test_a_group_dropped_from_a_batch_leaves_no_room_for_older_weights() -> None
 def test_dropped_groups_leave_no_gap_in_the_order() -> None:
     run = Run(max_lag=0)
     first, second = run.lease(want=2)
-    run.ledger.drop_uniform(first.ticket)
+    run.ledger.drop_zero_variance(first.ticket)
     (third,) = run.lease()
     assert run.state.tickets[third.ticket].position == 1
-    run.ledger.drop_uniform(second.ticket)
+    run.ledger.drop_zero_variance(second.ticket)
     run.ledger.release("a", [(third.ticket, 1)])
     (again,) = run.lease()
     assert run.state.tickets[again.ticket].position == 0, "it moved forward"
@@ -147,11 +147,11 @@ def test_a_replica_learns_which_leases_it_lost() -> None:
     assert run.ledger.renew("a", [(grant.ticket, 1), (grant.ticket, 2)], 11.0) == [(grant.ticket, 1)]
 
 
-def test_a_retired_replica_holds_nothing() -> None:
+def test_a_deregistered_replica_holds_nothing() -> None:
     run = Run()
     run.lease(want=2)
     run.lease(replica="b")
-    run.ledger.retire("a")
+    run.ledger.deregister("a")
     assert list(run.state.leases) == ["b"]
 
 
@@ -201,7 +201,7 @@ def test_only_a_leased_ticket_can_be_stored_or_dropped_as_constant() -> None:
     with pytest.raises(LedgerError, match="not leased"):
         run.store(type("G", (), {"ticket": 1})())
     with pytest.raises(LedgerError, match="not leased"):
-        run.ledger.drop_uniform(1)
+        run.ledger.drop_zero_variance(1)
 
 
 def test_a_group_of_an_unknown_version_is_not_stored() -> None:
@@ -533,10 +533,10 @@ def test_tickets_before_the_oldest_checkpoint_are_folded_into_counters() -> None
 def test_dropped_tickets_are_folded_even_if_no_checkpoint_ever_comes() -> None:
     run = Run()
     for _ in range(MAX_DROPPED_TICKETS + 50):
-        run.ledger.drop_uniform(run.lease()[0].ticket)
+        run.ledger.drop_zero_variance(run.lease()[0].ticket)
     census = take_census(run.state)
     assert len(run.state.tickets) == MAX_DROPPED_TICKETS
-    assert (census.dropped, census.residue) == ({"uniform": MAX_DROPPED_TICKETS + 50}, 0)
+    assert (census.dropped, census.residue) == ({"zero_variance": MAX_DROPPED_TICKETS + 50}, 0)
 
 
 # Evaluations
@@ -552,7 +552,7 @@ def test_an_evaluation_goes_to_one_replica_whose_weights_have_seen_its_step() ->
     assert orders.give("b", run.version, None) is None
     assert orders.give("a", run.version, number) is None, "it is at work on it"
     assert orders.give("a", run.version, None) is not None, "its process came back without it"
-    run.ledger.retire("a")
+    run.ledger.deregister("a")
     assert orders.give("b", run.version, None) is not None
     assert orders.finish(number, run.version, {"score": Tally(1, 0.5)})
     assert not orders.finish(number, run.version, {"score": Tally(1, 0.6)})

@@ -87,10 +87,10 @@ class LedgerMachine(RuleBasedStateMachine):
             assert due - served <= self.ledger.max_lag, "rule (b)"
             assert due >= self.state.steps_trained
             assert before.get(grant.ticket, 1) == grant.attempt == ticket.attempt
-            if grant.carry_attempt:
-                carried = self.model.tokens[grant.ticket, grant.carry_attempt]
-                oldest = min(self.model.true_step(number) for number in carried)
-                assert due - oldest <= self.settings.max_lag, "carried tokens are in bound in their turn"
+            if grant.partial_attempt:
+                partial = self.model.tokens[grant.ticket, grant.partial_attempt]
+                oldest = min(self.model.true_step(number) for number in partial)
+                assert due - oldest <= self.settings.max_lag, "partial tokens are in bound in their turn"
             self.handed.append((replica, grant, version))
         if len(grants) > num_issued and not self.state.num_missing:
             assert self.state.num_open <= (self.ledger.max_lag + 1) * self.settings.groups_per_step, "(a)"
@@ -104,11 +104,11 @@ class LedgerMachine(RuleBasedStateMachine):
         replica, grant, version = data.draw(st.sampled_from(self.handed[-12:] if is_late else held))
         low = max(1, version - data.draw(st.sampled_from([0, 0, 1, 3])))
         middle = data.draw(st.integers(low, self.version))
-        carried = self.model.tokens.get((grant.ticket, grant.carry_attempt), ())
+        partial = self.model.tokens.get((grant.ticket, grant.partial_attempt), ())
         return (
             replica,
             grant,
-            tuple(sorted({*carried, low, middle, data.draw(st.sampled_from([low, self.version]))})),
+            tuple(sorted({*partial, low, middle, data.draw(st.sampled_from([low, self.version]))})),
         )
 
     @rule(data=st.data(), replica=st.sampled_from(REPLICAS), num_groups=st.integers(1, 6))
@@ -127,8 +127,8 @@ class LedgerMachine(RuleBasedStateMachine):
             return False
         return (ticket.attempt, ticket.replica) == (grant.attempt, replica)
 
-    @rule(data=st.data(), is_uniform=st.sampled_from([False, False, True]), is_large=st.booleans())
-    def push(self, data: st.DataObject, is_uniform: bool, is_large: bool) -> None:
+    @rule(data=st.data(), has_zero_variance=st.sampled_from([False, False, True]), is_large=st.booleans())
+    def push(self, data: st.DataObject, has_zero_variance: bool, is_large: bool) -> None:
         drawn = self.draw_handed(data)
         if drawn is None:
             return
@@ -136,10 +136,10 @@ class LedgerMachine(RuleBasedStateMachine):
         verdict = self.ledger.judge_push(replica, grant.ticket, grant.attempt)
         assert (verdict == "accepted") == self.is_held(replica, grant)
         if verdict != "accepted":
-            self.refused(LedgerError, lambda: self.ledger.drop_uniform(10**6))
+            self.refused(LedgerError, lambda: self.ledger.drop_zero_variance(10**6))
             return
-        if is_uniform:
-            self.ledger.drop_uniform(grant.ticket)
+        if has_zero_variance:
+            self.ledger.drop_zero_variance(grant.ticket)
         else:
             self.model.tokens[grant.ticket, grant.attempt] = versions
             num_bytes = GROUP_BYTES if is_large else 1
@@ -147,18 +147,18 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.judge_push(replica, grant.ticket, grant.attempt) in ("duplicate", "late")
 
     @rule(data=st.data(), is_large=st.booleans())
-    def carry(self, data: st.DataObject, is_large: bool) -> None:
+    def store_partial(self, data: st.DataObject, is_large: bool) -> None:
         drawn = self.draw_handed(data)
         if drawn is None:
             return
         replica, grant, versions = drawn
         is_held, num_bytes = self.is_held(replica, grant), GROUP_BYTES if is_large else 1
         bounds = (versions[0], versions[-1])
-        result = self.ledger.carry(replica, grant.ticket, grant.attempt, 5, num_bytes, bounds)
+        result = self.ledger.store_partial(replica, grant.ticket, grant.attempt, 5, num_bytes, bounds)
         assert (result == "late") == (not is_held)
-        if result == "carried":
+        if result == "stored":
             self.model.tokens[grant.ticket, grant.attempt] = versions
-            assert self.state.tickets[grant.ticket].carry_attempt == grant.attempt
+            assert self.state.tickets[grant.ticket].partial_attempt == grant.attempt
         assert self.ledger.judge_push(replica, grant.ticket, grant.attempt) != "accepted"
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
@@ -168,7 +168,7 @@ class LedgerMachine(RuleBasedStateMachine):
         leased = [ticket for ticket in self.state.tickets.values() if ticket.state is State.LEASED]
         assert all(ticket.deadline > self.now for ticket in leased)
 
-    @rule(replica=st.sampled_from(REPLICAS), act=st.sampled_from(["renew", "release", "retire", "fail"]))
+    @rule(replica=st.sampled_from(REPLICAS), act=st.sampled_from(["renew", "release", "deregister", "fail"]))
     def speak(self, replica: str, act: str) -> None:
         held = [(number, self.state.tickets[number].attempt) for number in self.state.leases.get(replica, ())]
         old = [(grant.ticket, grant.attempt) for name, grant, _ in self.handed[-4:] if name == replica]
@@ -177,8 +177,8 @@ class LedgerMachine(RuleBasedStateMachine):
             assert set(lost) == set(old) - set(held)
         elif act == "release":
             assert self.ledger.release(replica, held[:1] + old) <= len(held)
-        elif act == "retire":
-            self.ledger.retire(replica)
+        elif act == "deregister":
+            self.ledger.deregister(replica)
             assert replica not in self.state.leases
         elif held:
             assert self.ledger.fail(replica, *held[0])
@@ -236,8 +236,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """Groups in flight that are in bound for `step` and not for the next one."""
         found = []
         for replica, grant, version in self.handed:
-            carried = self.model.tokens.get((grant.ticket, grant.carry_attempt), ())
-            oldest = min(self.state.versions.counted_step(number) for number in (*carried, version))
+            partial = self.model.tokens.get((grant.ticket, grant.partial_attempt), ())
+            oldest = min(self.state.versions.counted_step(number) for number in (*partial, version))
             if self.is_held(replica, grant) and step - oldest == self.settings.max_lag:
                 found.append(grant.ticket)
         return found
@@ -385,9 +385,9 @@ class LedgerMachine(RuleBasedStateMachine):
             if lost.state is State.RESERVED:
                 self.model.replayed = {}
             self.ledger.lose_payload(lost.id)
-        carried = data.draw(st.sampled_from([None, None, *[one for one in tickets if one.carry_attempt]]))
-        if carried is not None and carried.carry_attempt:
-            self.ledger.lose_carry(carried.id)
+        partial = data.draw(st.sampled_from([None, None, *[one for one in tickets if one.partial_attempt]]))
+        if partial is not None and partial.partial_attempt:
+            self.ledger.lose_partial(partial.id)
         self.ledger.restart(self.now)
 
     # Promises

@@ -6,7 +6,15 @@ import msgpack
 import pytest
 
 from asyncrl.buffer.ledger.census import take_census
-from asyncrl.buffer.ledger.events import Dropped, Trained, pack, unpack
+from asyncrl.buffer.ledger.events import (
+    Dropped,
+    PartialDropped,
+    PartialStored,
+    Reissued,
+    Trained,
+    pack,
+    unpack,
+)
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import Grant, State
@@ -214,81 +222,81 @@ def test_a_step_that_trained_a_token_over_the_bound_is_not_booked() -> None:
     assert run.state.steps_trained == 0
 
 
-# Carried work
+# Partial rollouts
 
 
-def carry(run: Run, grant: Grant, num_bytes: int = 100) -> str:
+def store_partial(run: Run, grant: Grant, num_bytes: int = 100) -> str:
     number = run.version
-    return run.ledger.carry("a", grant.ticket, grant.attempt, 5, num_bytes, (number, number))
+    return run.ledger.store_partial("a", grant.ticket, grant.attempt, 5, num_bytes, (number, number))
 
 
-def test_carried_work_comes_with_the_next_attempt_and_counts_as_memory() -> None:
+def test_a_partial_rollout_comes_with_the_next_attempt_and_counts_as_memory() -> None:
     run = Run()
     (grant,) = run.lease()
-    assert carry(run, grant) == "carried"
-    assert (run.state.held_bytes, run.state.carry_bytes) == (100, 100)
+    assert store_partial(run, grant) == "stored"
+    assert (run.state.held_bytes, run.state.partial_bytes) == (100, 100)
     (again,) = run.lease(replica="b")
-    assert (again.ticket, again.attempt, again.carry_attempt) == (grant.ticket, 2, 1)
+    assert (again.ticket, again.attempt, again.partial_attempt) == (grant.ticket, 2, 1)
     run.store(again)
-    assert (run.state.held_bytes, run.state.carry_bytes) == (100, 0), "the group takes its place"
-    assert run.state.tickets[grant.ticket].carry is None
+    assert (run.state.held_bytes, run.state.partial_bytes) == (100, 0), "the group takes its place"
+    assert run.state.tickets[grant.ticket].partial is None
 
 
-def test_carried_work_survives_an_attempt_that_fails() -> None:
+def test_a_partial_rollout_survives_an_attempt_that_fails() -> None:
     run = Run()
     (grant,) = run.lease()
-    carry(run, grant)
+    store_partial(run, grant)
     (again,) = run.lease()
     run.ledger.fail("a", again.ticket, again.attempt)
-    assert run.lease()[0].carry_attempt == 1
+    assert run.lease()[0].partial_attempt == 1
 
 
-def test_carried_work_that_would_be_over_age_in_its_turn_is_generated_again() -> None:
+def test_a_partial_rollout_that_would_be_over_age_in_its_turn_is_generated_again() -> None:
     run = Run(max_lag=0, groups_per_step=1)
     (grant,) = run.lease()
-    carry(run, grant)
+    store_partial(run, grant)
     run.train()
     (late_grant,) = run.lease()
-    assert run.ledger.carry("a", late_grant.ticket, late_grant.attempt, 5, 100, (1, 2)) == "carried"
+    assert run.ledger.store_partial("a", late_grant.ticket, late_grant.attempt, 5, 100, (1, 2)) == "stored"
     (again,) = run.lease()
-    assert (again.ticket, again.carry_attempt) == (late_grant.ticket, 0)
-    assert run.state.carry_bytes == 0
+    assert (again.ticket, again.partial_attempt) == (late_grant.ticket, 0)
+    assert run.state.partial_bytes == 0
     assert again.ticket in run.state.released, "the journal may forget it"
 
 
 def test_carries_never_take_the_memory_that_groups_need() -> None:
     run = Run(memory_bytes=5 * GROUP_BYTES)
     first, second = run.lease(want=2)
-    assert carry(run, first, GROUP_BYTES) == "carried"
-    assert carry(run, second, 1) == "released", "two batches of groups must always fit"
+    assert store_partial(run, first, GROUP_BYTES) == "stored"
+    assert store_partial(run, second, 1) == "released", "two batches of groups must always fit"
     assert run.state.tickets[second.ticket].attempt == 2
 
 
 def test_a_second_carry_replaces_the_first() -> None:
     run = Run()
     (grant,) = run.lease()
-    carry(run, grant, 100)
+    store_partial(run, grant, 100)
     (again,) = run.lease()
-    carry(run, again, 300)
-    assert (run.state.carry_bytes, run.lease()[0].carry_attempt) == (300, 2)
+    store_partial(run, again, 300)
+    assert (run.state.partial_bytes, run.lease()[0].partial_attempt) == (300, 2)
 
 
 def test_a_dropped_ticket_carries_nothing() -> None:
     run = Run(max_attempts=1)
     (grant,) = run.lease()
-    carry(run, grant)
+    store_partial(run, grant)
     (again,) = run.lease()
     run.ledger.fail("a", again.ticket, again.attempt)
-    assert (run.state.held_bytes, run.state.carry_bytes) == (0, 0)
+    assert (run.state.held_bytes, run.state.partial_bytes) == (0, 0)
 
 
 def test_a_group_that_goes_on_from_old_work_is_waited_for_by_its_oldest_token() -> None:
     run = Run(policy="wait", max_wait_s=5.0, lease_s=100.0)
     (slow,) = run.lease(replica="slow")
     run.train()
-    run.ledger.carry("slow", slow.ticket, 1, 5, 100, (1, 1))
+    run.ledger.store_partial("slow", slow.ticket, 1, 5, 100, (1, 1))
     (again,) = run.lease(replica="slow")
-    assert (again.carry_attempt, run.state.tickets[slow.ticket].version) == (1, 1)
+    assert (again.partial_attempt, run.state.tickets[slow.ticket].version) == (1, 1)
     run.fill(2)
     assert reserve(run, now=0.0) is None
 
@@ -296,8 +304,15 @@ def test_a_group_that_goes_on_from_old_work_is_waited_for_by_its_oldest_token() 
 # Journals
 
 
-def test_a_reason_of_an_older_journal_is_read_as_uniform() -> None:
-    assert unpack(["Dropped", 7, "zero_std", True]) == Dropped(7, "uniform", True)
+def test_a_reason_of_an_older_journal_is_read_as_zero_variance() -> None:
+    for word in ("zero_std", "uniform"):
+        assert unpack(["Dropped", 7, word, True]) == Dropped(7, "zero_variance", True)
+
+
+def test_partial_rollouts_and_deregistered_replicas_of_an_older_journal_keep_their_meaning() -> None:
+    assert unpack(["Carried", 7, 5, 50, [1, 2]]) == PartialStored(7, 5, 50, (1, 2))
+    assert unpack(["CarryDropped", 7, "stale"]) == PartialDropped(7, "stale")
+    assert unpack(["Reissued", 7, "retired"]) == Reissued(7, "deregistered")
 
 
 def test_events_of_an_older_journal_have_defaults() -> None:
@@ -307,8 +322,8 @@ def test_events_of_an_older_journal_have_defaults() -> None:
 
 def test_a_ledger_goes_on_from_a_snapshot() -> None:
     run, slow = late("drop")
-    carried = run.lease()[0]
-    carry(run, carried)
+    partial = run.lease()[0]
+    store_partial(run, partial)
     run.ledger.drain_events()
     snapshot = msgpack.unpackb(msgpack.packb(run.state.as_snapshot()), strict_map_key=False)
     run.store(slow, version=1)
@@ -317,6 +332,32 @@ def test_a_ledger_goes_on_from_a_snapshot() -> None:
     again = Ledger.replay(run.ledger.settings, events, snapshot)
     assert again.state.as_values() == run.state.as_values()
     assert again.lease("a", run.version, 3, 0.0) == run.lease(want=3)
+
+
+def test_a_snapshot_with_the_names_of_an_older_asyncrl_is_the_same_ledger() -> None:
+    run, _ = late("drop")
+    first, second = run.lease(want=2)
+    store_partial(run, first)
+    run.ledger.deregister("a")
+    run.ledger.drop_zero_variance(run.lease()[0].ticket)
+    new = msgpack.packb(run.state.as_snapshot())
+    renamed = {"partial": "carry", "partial_bytes": "carry_bytes", "zero_variance": "uniform"}
+    renamed["deregistered"] = "retired"
+
+    def older(value: object) -> object:
+        if isinstance(value, dict):
+            return {older(key): older(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [older(item) for item in value]
+        return renamed.get(value, value) if isinstance(value, str) else value
+
+    old = older(msgpack.unpackb(new, strict_map_key=False)) | {"snapshot_version": 2}
+    old["mappings"]["reissues"] = [
+        ["carried" if reason == "carry" else reason, count] for reason, count in old["mappings"]["reissues"]
+    ]
+    assert second.attempt == 1 and b"uniform" in msgpack.packb(old) and b"partial" not in msgpack.packb(old)
+    again = Ledger.replay(run.ledger.settings, [], old)
+    assert again.state.as_values() == run.state.as_values()
 
 
 @pytest.mark.parametrize("damage", ["version", "fields", "row", "row's fields"])

@@ -25,7 +25,7 @@ def make_run(state: str) -> Run:
     if state == "issued":
         run.ledger.release("a", [(TICKET, 1)])
     elif state == "dropped":
-        run.ledger.drop_uniform(TICKET)
+        run.ledger.drop_zero_variance(TICKET)
     elif state != "leased":
         run.ledger.store(TICKET, 10, 100, (1, 1))
         _take_on(run, state)
@@ -53,9 +53,9 @@ def _take_on(run: Run, state: str) -> None:
 
 RAISING: dict[str, tuple[Callable[[Run], object], set[str]]] = {
     "stored": (lambda run: run.ledger.store(TICKET, 10, 100, (1, 1)), {"leased"}),
-    "dropped as uniform": (lambda run: run.ledger.drop_uniform(TICKET), {"leased"}),
+    "dropped for zero variance": (lambda run: run.ledger.drop_zero_variance(TICKET), {"leased"}),
     "issued again for a lost payload": (lambda run: run.ledger.lose_payload(TICKET), {"stored", "reserved"}),
-    "robbed of work that it does not carry": (lambda run: run.ledger.lose_carry(TICKET), set()),
+    "robbed of a partial rollout that it does not have": (lambda run: run.ledger.lose_partial(TICKET), set()),
     "refused by a rollback": (
         lambda run: run.ledger.resume(run.token, run.state.floor_step, refused=[TICKET]),
         {"reserved", "trained", "acked"},
@@ -100,8 +100,8 @@ QUIET: dict[str, tuple[Callable[[Run], object], object]] = {
     "renewed": (lambda run: run.ledger.renew("a", [(TICKET, 1)], 0.0), [(TICKET, 1)]),
     "released": (lambda run: run.ledger.release("a", [(TICKET, 1)]), 0),
     "failed": (lambda run: run.ledger.fail("a", TICKET, 1), False),
-    "carried": (lambda run: run.ledger.carry("a", TICKET, 1, 5, 50, (1, 1)), "late"),
-    "taken back from a replica that retires": (lambda run: run.ledger.retire("a"), None),
+    "partial": (lambda run: run.ledger.store_partial("a", TICKET, 1, 5, 50, (1, 1)), "late"),
+    "taken back from a replica that deregisters": (lambda run: run.ledger.deregister("a"), None),
     "expired": (lambda run: run.ledger.expire(1e9), 0),
 }
 """What only a leased ticket can be; asked late, the command says so and changes nothing."""

@@ -86,7 +86,7 @@ def test_a_snapshot_of_an_older_asyncrl_is_read(
     state = LedgerState(SETTINGS)
     state.versions = found.book
     new = write_snapshot(state)
-    assert new["snapshot_version"] == SNAPSHOT_VERSION == 2
+    assert new["snapshot_version"] == SNAPSHOT_VERSION == 3
     rows = [[number, *row] for number, row in enumerate(found.rows, 1)]
     old = new | {"snapshot_version": 1, "versions": {"registered": rows, "forks": found.book.forks}}
     for values in (new, old):

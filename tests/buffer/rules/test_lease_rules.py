@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.buffer.rules.replica import (
     CALL_ATTEMPTS,
-    CARRY_DEADLINE_S,
+    INTERRUPT_DEADLINE_S,
     DrainStage,
     HeldOrder,
     Leasing,
@@ -94,7 +94,7 @@ def test_samples_that_have_ended_make_room_for_whole_groups_alone():
 
 def test_a_drain_lets_groups_end_then_interrupts_them():
     assert plan_drain(0.0, resumes_partial=False) == ()
-    both = ((DrainStage.FINISH, 7.0), (DrainStage.CARRY, CARRY_DEADLINE_S))
+    both = ((DrainStage.FINISH, 7.0), (DrainStage.INTERRUPT, INTERRUPT_DEADLINE_S))
     assert plan_drain(7.0, resumes_partial=True) == both
     assert plan_drain(7.0, resumes_partial=False) == both[:1]
 

@@ -25,7 +25,7 @@ def make_past() -> tuple[Run, list[ev.Event]]:
     run.train()
     run.train()
     (grant,) = run.lease()
-    run.ledger.drop_uniform(grant.ticket)
+    run.ledger.drop_zero_variance(grant.ticket)
     run.fill(1)
     return run, run.ledger.drain_events()
 
@@ -215,7 +215,7 @@ def test_a_recount_from_a_snapshot_ends_with_the_same_account():
     values = run.state.as_snapshot()
     run.train()
     (grant,) = run.lease()
-    run.ledger.drop_uniform(grant.ticket)
+    run.ledger.drop_zero_variance(grant.ticket)
     found = Recount(max_lag=SETTINGS.max_lag)
     found.begin_at(LedgerState.from_snapshot(SETTINGS, values))
     found.take_all(run.ledger.drain_events())

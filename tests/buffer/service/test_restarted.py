@@ -22,7 +22,7 @@ from asyncrl.core.experience import encode_group
 from asyncrl.core.rpc import Client, Request, Server
 from asyncrl.core.rpc.message import Done
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
-from asyncrl.core.service_command import Bound, RetireReplica, Tighten
+from asyncrl.core.service_command import Bound, DeregisterReplica, Tighten
 from tests.buffer.parts import make_group, make_store
 from tests.threads import in_thread
 
@@ -203,11 +203,11 @@ def test_what_a_dead_replica_held_is_issued_again_when_the_buffer_is_told(
 ) -> None:
     with address.serving() as service:
         assert lease(raw, 2, "dead") == [(1, 1), (2, 1)]
-        assert service.command(RetireReplica("dead")) == Done()
+        assert service.command(DeregisterReplica("dead")) == Done()
         while learner.status().leases:
             pass
         assert lease(raw, 2, "other") == [(1, 2), (2, 2)]
-        assert learner.status().reissues == {"retired": 2}, "before their leases expired"
+        assert learner.status().reissues == {"deregistered": 2}, "before their leases expired"
 
 
 def test_what_a_dead_replica_waits_for_is_granted_to_another(
@@ -219,7 +219,7 @@ def test_what_a_dead_replica_waits_for_is_granted_to_another(
         parked = dead.begin("lease", deadline_s=2 * WAIT_S, **wanted)
         while learner.status().parked == 0:
             pass
-        service.command(RetireReplica("dead"))
+        service.command(DeregisterReplica("dead"))
         assert parked.end().args["grants"] == []
         raw.call("release", replica="other", tickets=[list(pair) for pair in all_that_may_be_open])
         assert lease(raw, 2, "third") == [(1, 2), (2, 2)]

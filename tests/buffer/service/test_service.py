@@ -384,9 +384,9 @@ def test_a_replica_that_drains_returns_its_leases(raw: Client) -> None:
     held = [list(lease_one(raw)), list(lease_one(raw))]
     raw.call("release", replica="a", tickets=held[:1])
     assert raw.call("status").args["leases"] == {"a": 1}
-    raw.call("retire", replica="a")
+    raw.call("deregister", replica="a")
     status = raw.call("status").args
-    assert (status["leases"], status["reissues"]) == ({}, {"released": 1, "retired": 1})
+    assert (status["leases"], status["reissues"]) == ({}, {"released": 1, "deregistered": 1})
 
 
 def test_a_failed_group_is_counted_by_its_reason(raw: Client) -> None:

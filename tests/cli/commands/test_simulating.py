@@ -68,7 +68,7 @@ BAD = [
     ({"lengths": {"sigma": "a", "median_tokens": 6}}, "sigma must be a number from 0 to 10, not 'a'"),
     ({"lengths": {"sigma": 1.0, "median_tokens": -6}}, "median_tokens must be a number of 0.01 or more"),
     ({"prompt_tokens": -10}, "prompt_tokens must be a number of 0 or more"),
-    ({"uniform_share": 1.0}, "uniform_share must be a number from 0 to 0.99"),
+    ({"zero_variance_share": 1.0}, "zero_variance_share must be a number from 0 to 0.99"),
     ({"lengths": 3}, "this is not a rates file"),
     ({"taken_with": 3}, "this is not a rates file"),
 ]

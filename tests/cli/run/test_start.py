@@ -250,7 +250,7 @@ def test_what_a_start_writes_down_outlives_the_machine(
     monkeypatch.setattr(os, "fsync", note)
     started = run.start(Config(**values))
     started.stop(60.0)
-    assert synced == {"run.json", "resolved.yaml", "asked.yaml", "again"}
+    assert synced == {"run.json", "resolved.yaml", "config.yaml", "again"}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"run_id": "a"'])
@@ -282,7 +282,7 @@ def test_nothing_of_how_the_last_life_ended_or_what_it_owed_is_left_to_the_next(
     for path in (folder.outcome, folder.phase, folder.pending_checkpoint):
         path.write_text("{}")
     run._write_down(folder, config, config)
-    assert sorted(os.listdir(folder.path)) == ["asked.yaml", "resolved.yaml"]
+    assert sorted(os.listdir(folder.path)) == ["config.yaml", "resolved.yaml"]
 
 
 def test_a_project_that_was_moved_goes_on_with_its_own_files_and_with_no_others(

@@ -78,7 +78,7 @@ def test_a_snapshot_without_metrics_shows_its_state(snapshot: dict[str, Any]) ->
 
 def test_the_first_step_says_nothing_of_the_learners_pace_since_its_time_holds_the_start() -> None:
     snapshot = make_snapshot()
-    snapshot["metrics"]["training/is_first_of_life"] = 1.0
+    snapshot["metrics"]["training/is_first_after_start"] = 1.0
     assert fields_of(snapshot_of(snapshot))["rates"] == "tokens/s 12,228/\u2013"
     assert fields_of(snapshot_of(snapshot))["idle"] == "idle 4%/\u2013"
 

@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     folder = RunDir(tmp_path / "runs" / "again")
     folder.path.mkdir(parents=True)
     config = run.with_absolute_dir(load_config("a.yaml"))
-    folder.asked.write_text(dump_resolved(config))
+    folder.config.write_text(dump_resolved(config))
     folder.resolved.write_text(dump_resolved(config))
     return folder
 

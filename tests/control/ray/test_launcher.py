@@ -35,7 +35,7 @@ from asyncrl.control.roster import ServiceSpec
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.service import ServiceContext
-from asyncrl.core.service_command import Bound, Drain, Promote, RetireReplica, Tighten
+from asyncrl.core.service_command import Bound, DeregisterReplica, Drain, Promote, Tighten
 from asyncrl.core.service_status import ServiceStatus, pack_status
 from asyncrl.core.states import ServiceState
 from tests.other_user import NOBODY, acting_as
@@ -120,8 +120,8 @@ def test_a_process_that_dies_is_gone_and_its_log_stays(ray_started: None, tmp_pa
     launcher = ray_launcher.RayLauncher("tests")
     launcher.start(make_spec(tmp_path, "c.0"))
     await_state(launcher, "c.0", "READY")
-    with pytest.raises(ServiceFailed, match=r"c\.0 failed 'retire'"):
-        launcher.command("c.0", RetireReplica("c.0"), 10.0)
+    with pytest.raises(ServiceFailed, match=r"c\.0 failed 'deregister'"):
+        launcher.command("c.0", DeregisterReplica("c.0"), 10.0)
     assert await_state(launcher, "c.0", "DEAD").error == ray_launcher.KILLED
     assert "c.0 runs" in (tmp_path / "c.0.log").read_text()
 

@@ -14,7 +14,7 @@ from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.rows.recorder import lost_rows, training_rows
 from asyncrl.control.rows.row_files import load_rows
 from asyncrl.core.metrics.row_log import RowLog, read_rows
-from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 from tests.control.supervisor.test_repair import make_supervised
 from tests.statuses import told_by
 from tests.waiting import wait_for
@@ -47,7 +47,7 @@ def test_rows_that_a_learner_handed_over_to_nobody_are_taken_from_its_own_log(
     rows = training_rows(load_rows(tmp_path / "metrics.jsonl"))
     assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [row["incarnation"] for row in rows] == [0, 0, 1, 1, 1, 1, 1, 1]
-    assert [row[FIRST_OF_LIFE] for row in rows] == [1, 0, 1, 0, 0, 0, 0, 0]
+    assert [row[FIRST_AFTER_START] for row in rows] == [1, 0, 1, 0, 0, 0, 0, 0]
     assert not any(path.exists() for path in RunDir(tmp_path).learner_rows), "all of it is on record"
     assert (read_json(RunDir(tmp_path).summary) or {})["steps"] == 8
     assert (read_json(RunDir(tmp_path).outcome) or {})["state"] == "finished"

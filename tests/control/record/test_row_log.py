@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.core.metrics.row_log import RowLog, paths_of, read_rows
-from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 
 STEP = "training/global_step"
 
@@ -28,7 +28,7 @@ def test_rows_that_were_taken_are_forgotten_and_the_others_are_handed_over_again
     assert rows.hand_over(0) == (2, [row(3)]), "a new supervisor learns which row it is given first"
     assert rows.hand_over(3) == (3, [])
     assert steps_on_disk(tmp_path) == [1, 2, 3]
-    assert [found[FIRST_OF_LIFE] for found in read_rows(tmp_path)] == [1, 0, 0]
+    assert [found[FIRST_AFTER_START] for found in read_rows(tmp_path)] == [1, 0, 0]
 
 
 def test_a_long_life_keeps_its_newest_rows_on_disk(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from asyncrl.control.rows.recorder import Recorder, training_rows
 from asyncrl.control.rows.row_files import load_rows
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, ServiceFailed
-from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.service import SERVICE_VARIABLE
 from asyncrl.core.service_command import Bound, Tighten
@@ -555,7 +555,7 @@ def test_rows_of_steps_that_a_new_learner_takes_again_replace_the_older_ones(tmp
     rows = training_rows(load_rows(tmp_path / "metrics.jsonl"))
     assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [row["incarnation"] for row in rows] == [0, 0, 1, 1, 1, 1, 1, 1]
-    assert [row[FIRST_OF_LIFE] for row in rows] == [1, 0, 1, 0, 0, 0, 0, 0]
+    assert [row[FIRST_AFTER_START] for row in rows] == [1, 0, 1, 0, 0, 0, 0, 0]
     outcome = read_json(RunDir(tmp_path).outcome)
     assert outcome is not None and outcome["state"] == "finished"
 

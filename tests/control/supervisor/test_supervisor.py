@@ -27,7 +27,7 @@ from asyncrl.control.supervisor import PULSE_S, Supervisor
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError, Refused
 from asyncrl.core.metrics.row_log import paths_of
-from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 from asyncrl.core.service_command import Drain
 from asyncrl.core.service_status import Statuses
 from asyncrl.page.routes import page_routes
@@ -442,7 +442,7 @@ def test_a_short_run_has_the_rate_of_all_its_tokens_although_none_came_after_its
         | {
             "time": 0.0,
             "timing_s/step": time_s,
-            FIRST_OF_LIFE: float(step == 1),
+            FIRST_AFTER_START: float(step == 1),
             "perf/rollout_tokens_per_s": 0.0,
         }
         for step, tokens, time_s in ((1, 300.0, 2.0), (2, 0.0, 1.0))
@@ -456,7 +456,7 @@ def test_rates_of_a_summary_leave_out_the_first_row_of_each_life(tmp_path: Path)
             **ROW,
             "training/global_step": step,
             "timing_s/step": time_s,
-            FIRST_OF_LIFE: first,
+            FIRST_AFTER_START: first,
             "perf/rollout_tokens_per_s": 1.0,
             "perf/rollout_idle_share": 0.0,
         }

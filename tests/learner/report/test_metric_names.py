@@ -16,7 +16,7 @@ from asyncrl.control.rows.prometheus import prometheus_name, prometheus_text
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.config.tree import KlSection
 from asyncrl.core.metrics import METRICS, find, unknown_names
-from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 from asyncrl.core.metrics.tallies import conclude
 from asyncrl.core.service_status import FinishedEvaluation
 from learner.backend import Models
@@ -105,7 +105,7 @@ def watched_names() -> set[str]:
     judged = JudgedPrompt("source", (Judged(True, 1.0, "1", 3, False), None))
     measured = conclude(tally_prompts([judged], 2, {})) | refused_metrics()
     evaluation = FinishedEvaluation(1, 1, 1, measured)
-    return {*made, *evaluation_row(evaluation), FIRST_OF_LIFE, *sinks}
+    return {*made, *evaluation_row(evaluation), FIRST_AFTER_START, *sinks}
 
 
 def refused_metrics() -> dict[str, float]:

@@ -64,7 +64,7 @@ def test_a_standstill_and_the_first_row_of_a_life_are_left_out():
     rows = [{"timing_s/step": 1.0} for _ in range(8)]
     rows += [
         {"timing_s/step": 100.0},
-        {"timing_s/step": 1.0, "training/is_first_of_life": 1.0},
+        {"timing_s/step": 1.0, "training/is_first_after_start": 1.0},
         {"val/id": 1.0},
     ]
     assert len(steady_rows(rows)) == 8
@@ -100,7 +100,8 @@ def test_groups_that_were_dropped_for_equal_rewards_count_as_sampled():
     )
     row |= {"timing_s/step": 1.0, "perf/total_num_tokens": 120.0, "staleness/trained_tokens": 100.0}
     rows = [
-        row | {"training/global_step": step, "buffer/dropped/uniform": 8.0 * step} for step in range(1, 7)
+        row | {"training/global_step": step, "buffer/dropped/zero_variance": 8.0 * step}
+        for step in range(1, 7)
     ]
     assert measure(rows, groups_per_step=8).sampled_per_s == pytest.approx(200.0)
 

@@ -86,10 +86,10 @@ def test_the_plan_prints_what_it_leaves_out(tmp_path):
 
 def test_an_evaluation_has_the_prompts_of_its_file(tmp_path):
     rates, held_out = tmp_path / "rates.json", tmp_path / "held_out.parquet"
-    rates.write_text(json.dumps({"rates": FULL.as_values(), "uniform_share": 0.25}))
+    rates.write_text(json.dumps({"rates": FULL.as_values(), "zero_variance_share": 0.25}))
     parquet.write_table(pyarrow.table({"prompt": ["a"] * 30}), held_out)
     several = f"data.eval=[{held_out}, {tmp_path}/absent.parquet]"
     for most, expected in ((512, 30 + 512), (10, 10 + 10)):
         config = make_config(several, f"eval.prompts={most}", "eval.every_steps=5")
         _, setting = read_rates(str(rates), config)
-        assert (setting.eval_prompts, setting.uniform_share) == (expected, 0.25)
+        assert (setting.eval_prompts, setting.zero_variance_share) == (expected, 0.25)

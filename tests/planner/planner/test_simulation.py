@@ -76,8 +76,8 @@ def test_a_tightened_bound_admits_fewer_groups_than_the_configured_one():
     assert tight.step_s > 1.5 * loose.step_s
 
 
-def test_uniform_groups_are_replaced_by_new_prompts():
-    plain, uniform = (run(make_setting(uniform_share=share)).outcome() for share in (0.0, 0.5))
+def test_groups_of_zero_variance_are_replaced_by_new_prompts():
+    plain, uniform = (run(make_setting(zero_variance_share=share)).outcome() for share in (0.0, 0.5))
     assert uniform.residue == 0
     assert uniform.step_s > 1.3 * plain.step_s
 

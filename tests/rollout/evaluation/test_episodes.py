@@ -66,7 +66,7 @@ class Counting:
         self._is_dying = is_dying
         self._trajectory, _, _ = run_episode(load(CALCULATOR), [("3901", [1])])
 
-    async def run(self, prompt: Any, sampling: Sampling, episode_id: str, carried: Any = None) -> Any:
+    async def run(self, prompt: Any, sampling: Sampling, episode_id: str, partial: Any = None) -> Any:
         self.num_started += 1
         if self._is_dying and self.num_started == 3:
             raise EngineDied("the engine is gone")

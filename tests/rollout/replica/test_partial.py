@@ -30,7 +30,7 @@ from rollout_service.engine.scripted.engine import ScriptedEngine, scripted_logp
 from rollout_service.replica.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica.service import Replica
 from rollout_service.rewards.score import Answer, Score
-from rollout_service.sampling import carry
+from rollout_service.sampling import partial_rollout
 from rollout_service.sampling.episode import SingleTurn
 from rollout_service.sampling.groups import GroupRunner, GroupSettings
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer
@@ -158,14 +158,16 @@ def test_a_drained_replica_s_work_goes_on_elsewhere_with_its_tokens_versions_and
             assert num_groups > 4, "a group's finished samples make room for others"
             replica.command(Drain())
             wait_for(lambda: replica.status().state == "RETIRED", "RETIRED")
-            assert replica.status().counters["carry/carried"] == num_groups
-        assert yard.learner.status().reissues == {"carried": num_groups}
+            assert replica.status().counters["partial/stored"] == num_groups
+        assert yard.learner.status().reissues == {"partial": num_groups}
         second = yard.learner.register_version(0)
         with yard.replica("rollout.1", ScriptedEngine(EOS), PolicyVersion(second, 0)) as replica:
             reservation = yard.learner.reserve(0, WAIT_S)
             assert reservation is not None
             groups = yard.learner.fetch([ticket.ticket for ticket in reservation.tickets])
-            wait_for(lambda: replica.status().counters["groups_resumed"] == num_groups, "all carried work")
+            wait_for(
+                lambda: replica.status().counters["groups_resumed"] == num_groups, "all partial rollouts"
+            )
         assert yard.learner.status().residue == 0
     crossings = 0
     for group in groups:
@@ -207,19 +209,19 @@ def make_trajectory(num_tokens: int, version: int = 3) -> Trajectory:
 def test_a_beginning_is_gone_on_with_unless_versions_would_fall_or_nothing_is_left(
     trajectory: Trajectory | None, max_tokens: int, served: int, num_begun: int
 ):
-    assert len(carry.begin_from(trajectory, max_tokens, served).token_ids) == num_begun
+    assert len(partial_rollout.begin_from(trajectory, max_tokens, served).token_ids) == num_begun
 
 
 def test_the_rest_is_sampled_under_a_seed_of_its_own_and_versions_that_meet_are_one_span():
     sampling = Sampling(1.0, 10, 7)
-    assert carry.continue_sampling(sampling, 0) == sampling
-    rest = carry.continue_sampling(sampling, 4)
-    assert rest.max_tokens == 6 and rest.seed != 7 and rest == carry.continue_sampling(sampling, 4)
-    begun = carry.begin_from(make_trajectory(4), 10, 3)
+    assert partial_rollout.continue_sampling(sampling, 0) == sampling
+    rest = partial_rollout.continue_sampling(sampling, 4)
+    assert rest.max_tokens == 6 and rest.seed != 7 and rest == partial_rollout.continue_sampling(sampling, 4)
+    begun = partial_rollout.begin_from(make_trajectory(4), 10, 3)
     rest_of = Completion(
         np.arange(3, dtype=np.int32), np.zeros(3, np.float32), (Span(3, 0, 1), Span(5, 1, 3)), "stop"
     )
-    assert carry.join(begun, rest_of).spans == (Span(3, 0, 5), Span(5, 5, 7))
+    assert partial_rollout.join(begun, rest_of).spans == (Span(3, 0, 5), Span(5, 5, 7))
 
 
 def test_a_request_that_is_interrupted_before_its_first_token_has_an_empty_beginning():
@@ -241,11 +243,11 @@ def test_a_stop_string_across_the_boundary_ends_the_answer_where_it_is_complete(
     tokenizer = build_tokenizer()
     ids = np.array([1, 2, 3, 4, 5, 1, 2], dtype=np.int32)
     whole = Completion(ids, np.zeros(7, np.float32), (Span(1, 0, 3), Span(2, 3, 7)), "length")
-    cut = carry.cut_at_stop(whole, 3, ("345", "99"), tokenizer.decode)
+    cut = partial_rollout.cut_at_stop(whole, 3, ("345", "99"), tokenizer.decode)
     assert (cut.token_ids.tolist(), cut.finish_reason) == ([1, 2, 3, 4, 5], "stop")
     assert (cut.spans, len(cut.logprobs)) == ((Span(1, 0, 3), Span(2, 3, 5)), 5)
-    assert carry.cut_at_stop(whole, 3, ("354",), tokenizer.decode) is whole
-    last = carry.cut_at_stop(whole, 5, ("4512",), tokenizer.decode)
+    assert partial_rollout.cut_at_stop(whole, 3, ("354",), tokenizer.decode) is whole
+    last = partial_rollout.cut_at_stop(whole, 5, ("4512",), tokenizer.decode)
     assert (len(last.token_ids), last.finish_reason) == (7, "stop"), "also by the last token of all"
 
 
@@ -267,7 +269,7 @@ class NoAnswer:
     """Episodes that end without a token."""
 
     async def run(
-        self, prompt: TokenizedPrompt, sampling: Sampling, episode_id: str, carried: Trajectory | None = None
+        self, prompt: TokenizedPrompt, sampling: Sampling, episode_id: str, partial: Trajectory | None = None
     ) -> Trajectory:
         return dataclasses.replace(make_trajectory(0), finish_reason="stop")
 
@@ -284,10 +286,10 @@ class HalfBegun:
     """Is interrupted before the first sample has begun."""
 
     async def run(
-        self, prompt: object, sampling: object, episode_id: str, carried: Trajectory | None = None
+        self, prompt: object, sampling: object, episode_id: str, partial: Trajectory | None = None
     ) -> Trajectory:
         if episode_id.endswith(".0"):
-            raise Interrupted("the replica drains", completion=carry.NOTHING)
+            raise Interrupted("the replica drains", completion=partial_rollout.NOTHING)
         return make_trajectory(5)
 
 

@@ -209,7 +209,7 @@ def test_a_reward_that_raises_fails_its_group_and_nothing_of_it_is_trained(tmp_p
         assert stage.replica.status().counters["groups_failed"] >= 3
 
 
-def test_a_draining_replica_releases_what_it_holds_and_retires(tmp_path: Path):
+def test_a_draining_replica_releases_what_it_holds_and_deregisters(tmp_path: Path):
     with open_stage(tmp_path, DIGIT_SORT, tokens_per_s=0.5) as stage:
         stage.serve_first_version()
         wait_for(lambda: stage.replica.status().in_flight_groups == 4, "full slots")

@@ -60,7 +60,7 @@ def refusing(error: Exception) -> Any:
     async def refuse(*_: Any) -> Any:
         raise error
 
-    names = ("retire", "describe_data", "fetch_carry", "carry", "fail", "release")
+    names = ("deregister", "describe_data", "fetch_partial", "push_partial", "fail", "release")
     buffer = SimpleNamespace(**dict.fromkeys(names, refuse))
     return SimpleNamespace(buffer=buffer, engine=SimpleNamespace(interrupt=refuse))
 
@@ -147,24 +147,24 @@ def test_a_buffer_that_never_answers_ends_the_start(replica: Replica) -> None:
         asyncio.run(replica._introduce(refusing(DeadlineExceeded("no answer"))))
 
 
-def test_carried_work_that_cannot_be_had_or_does_not_fit_is_begun_anew(lifecycle: Lifecycle) -> None:
+def test_a_partial_rollout_that_cannot_be_had_or_does_not_fit_is_begun_anew(lifecycle: Lifecycle) -> None:
     async def bring_nothing(*_: Any) -> None:
         return None
 
     parts = refusing(LedgerError("no such ticket"))
     groups = groups_of(parts, lifecycle)
-    assert asyncio.run(groups._fetch_carry(GRANT)) is None
-    assert lifecycle.counters == {"carries_unread": 1}
-    parts.buffer.fetch_carry = bring_nothing
-    assert asyncio.run(groups._fetch_carry(GRANT)) is None
-    assert lifecycle.counters == {"carries_unread": 1, "carries_unfit": 1}
+    assert asyncio.run(groups._fetch_partial(GRANT)) is None
+    assert lifecycle.counters == {"partials_unread": 1}
+    parts.buffer.fetch_partial = bring_nothing
+    assert asyncio.run(groups._fetch_partial(GRANT)) is None
+    assert lifecycle.counters == {"partials_unread": 1, "partials_unfit": 1}
 
 
 def test_what_the_buffer_does_not_take_back_is_left_to_the_farewell(lifecycle: Lifecycle) -> None:
     groups = groups_of(refusing(LedgerError("late")), lifecycle)
     groups._in_flight[3, 1] = None  # type: ignore[assignment]
-    asyncio.run(groups._carry(make_group(3)))
-    assert (lifecycle.counters, groups.keys) == ({"carry_errors": 1}, [(3, 1)])
+    asyncio.run(groups._push_partial(make_group(3)))
+    assert (lifecycle.counters, groups.keys) == ({"partial_errors": 1}, [(3, 1)])
 
 
 def test_a_failure_that_cannot_be_told_is_counted(lifecycle: Lifecycle) -> None:

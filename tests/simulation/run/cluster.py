@@ -17,7 +17,7 @@ from asyncrl.buffer.messages import EvaluationOrder, Opening
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.experience import Group, Trajectory
-from asyncrl.core.service_command import AnyCommand, Pause, RetireReplica, Unpause
+from asyncrl.core.service_command import AnyCommand, DeregisterReplica, Pause, Unpause
 from learner.batch_fetcher import BatchFetcher
 from learner.checkpoint import CheckpointStore
 from learner.leader import Leader
@@ -87,7 +87,7 @@ class RunCluster(SyncCluster):
     def _tell_buffer(self, name: str) -> None:
         """Have the buffer take back at once what a dead replica held, as a supervisor does."""
         if name.startswith("rollout."):
-            self.world.after(RETIRE_S, self.command_buffer, RetireReplica(name))
+            self.world.after(RETIRE_S, self.command_buffer, DeregisterReplica(name))
 
     def command_buffer(self, command: AnyCommand) -> None:
         """Tell the buffer something, as soon as it can be reached."""

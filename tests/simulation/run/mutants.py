@@ -240,6 +240,9 @@ MUTANTS = (
         "silent_replicas",
         "a replica that is silent loses its part of an evaluation",
         "evaluated",
-        (Patch(ReplicaOps, "expire_silent", always(False)), Patch(ReplicaOps, "retire_absent", always(None))),
+        (
+            Patch(ReplicaOps, "expire_silent", always(False)),
+            Patch(ReplicaOps, "deregister_absent", always(None)),
+        ),
     ),
 )

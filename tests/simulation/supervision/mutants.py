@@ -148,7 +148,7 @@ MUTANTS = (
         "leases_retired",
         "what a dead replica held is issued again at once",
         "standby",
-        (ServiceActuator, "_retire", always(None)),
+        (ServiceActuator, "_deregister", always(None)),
     ),
     _mutant(
         "silence",

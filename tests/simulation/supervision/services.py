@@ -17,12 +17,12 @@ from asyncrl.core.metrics.row_log import RowLog
 from asyncrl.core.rpc.message import Done, Message
 from asyncrl.core.service_command import (
     AnyCommand,
+    DeregisterReplica,
     Drain,
     HandOverRows,
     Pause,
     PauseState,
     Promote,
-    RetireReplica,
     Rows,
     Standing,
     StepsDone,
@@ -142,7 +142,7 @@ class Buffer(Life):
         return {"paused": self.paused, "leases": leases, "checkpoints": known}
 
     def command(self, command: AnyCommand) -> Message:
-        if isinstance(command, RetireReplica):
+        if isinstance(command, DeregisterReplica):
             self.cluster.leases.pop(command.replica, None)
         if isinstance(command, Pause | Unpause):
             self.paused = isinstance(command, Pause)

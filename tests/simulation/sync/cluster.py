@@ -267,7 +267,7 @@ class _NoBuffer:
         self.seconds = 0.0
         self._num_orders = 0
 
-    async def retire(self) -> None:
+    async def deregister(self) -> None:
         """Nothing is held here."""
 
     async def describe_data(self, *_: object) -> None:

@@ -133,11 +133,11 @@ def test_answers_that_a_leaving_replica_began_are_finished_by_another(up: Callab
     few = ("rollout.group_size=2", "learner.groups_per_step=2", "learner.minibatches=1")
     one_by_one = ("rollout.max_sequences=1", *few)  # so that each replica is in the middle of one at any time
     wanted = ("learner.steps=2000", "rollout.resume_partial=true", "eval.every_steps=0")
-    run = up("carried", *wanted, *lengths, *one_by_one)
+    run = up("partial", *wanted, *lengths, *one_by_one)
     run.wait_for(lambda status: status["step"] >= 2 and len(ready(status)) == 2)
     assert run.command("scale", "rollout=1").returncode == 0
     left = run.wait_for(lambda status: "rollout.1" not in status["services"])
-    assert reissues(run)["carried"] > 0
+    assert reissues(run)["partial"] > 0
     run.wait_for(lambda status: status["step"] > left["step"] + 5)
     assert run.status()["ledger"]["residue"] == 0
     assert run.command("down").returncode == 0

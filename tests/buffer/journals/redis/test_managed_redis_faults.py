@@ -96,18 +96,18 @@ def test_a_server_whose_files_were_removed_is_replaced_and_gets_all_again(
         assert again.ledger.state.as_values() == snapshot
 
 
-def test_carried_work_that_was_only_in_a_wiped_redis_is_generated_again(
+def test_a_partial_rollout_that_was_only_in_a_wiped_redis_is_generated_again(
     store: ExperienceStore, server: RedisServer
 ) -> None:
     (grant,) = store.ledger.lease("a", 1, 1, 0.0)
-    assert store.carry("a", grant.ticket, 1, encode_group(make_group(grant.ticket))) == "carried"
+    assert store.store_partial("a", grant.ticket, 1, encode_group(make_group(grant.ticket))) == "stored"
     commit(store)
     store._payloads.clear()  # as after a restart
     wipe(server)
     store.ledger.open("successor")
     commit(store)
-    assert (store.counters["lost_carries"], store.counters["lost_payloads"]) == (1, 1)
-    assert store.ledger.state.tickets[grant.ticket].carry is None
+    assert (store.counters["lost_partials"], store.counters["lost_payloads"]) == (1, 1)
+    assert store.ledger.state.tickets[grant.ticket].partial is None
 
 
 def test_a_server_that_cannot_read_its_file_says_so_until_it_can(

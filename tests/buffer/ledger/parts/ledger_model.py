@@ -149,9 +149,9 @@ def check_indexes(ledger: Ledger) -> None:
     if ledger.settings.policy == "wait":
         by_version = [number for held in state.leased_by_version.values() for number in held]
         assert sorted(by_state[State.LEASED]) == sorted(by_version)
-    carried = sum(ticket.carry.num_bytes for ticket in tickets if ticket.carry)
+    partial = sum(ticket.partial.num_bytes for ticket in tickets if ticket.partial)
     groups = sum(ticket.num_bytes for ticket in tickets if ticket.is_held)
-    assert (state.carry_bytes, state.held_bytes) == (carried, carried + groups)
+    assert (state.partial_bytes, state.held_bytes) == (partial, partial + groups)
     assert state.memory_bytes <= ledger.settings.memory_bytes
     assert take_census(state).residue == 0
     assert add_up(state) == take_census(state)

@@ -20,16 +20,16 @@ NOTHING = Completion(np.empty(0, np.int32), np.empty(0, np.float32), (), "abort"
 """The beginning of an answer that starts from its prompt."""
 
 
-def begin_from(carried: Trajectory | None, max_tokens: int, served: int) -> Completion:
+def begin_from(partial: Trajectory | None, max_tokens: int, served: int) -> Completion:
     """Return the beginning that an answer of up to `max_tokens` may go on from at version `served`.
 
     A beginning that a newer version sampled is left alone: versions only rise within an answer.
     """
-    if carried is None or carried.finish_reason != UNFINISHED or not 0 < carried.num_tokens < max_tokens:
+    if partial is None or partial.finish_reason != UNFINISHED or not 0 < partial.num_tokens < max_tokens:
         return NOTHING
-    if carried.spans[-1].version > served:
+    if partial.spans[-1].version > served:
         return NOTHING
-    return Completion(carried.response_ids, carried.logprobs, carried.spans, "abort")
+    return Completion(partial.response_ids, partial.logprobs, partial.spans, "abort")
 
 
 def continue_sampling(sampling: Sampling, num_begun: int) -> Sampling:
