@@ -73,7 +73,7 @@ class FileJournalStatus(JournalStatus, frozen=True, kw_only=True, tag="file"):
 
 
 class RedisJournalStatus(JournalStatus, frozen=True, kw_only=True, tag="redis"):
-    """`redis`: where; `backlog`: turns that wait for it; `wiped`: how often it lost what it held."""
+    """`redis`: where; `backlog`: commits that wait for it; `wiped`: how often it lost what it held."""
 
     redis: str
     backlog: int

@@ -138,7 +138,7 @@ def test_of_a_ticket_whose_events_are_trimmed_the_snapshot_is_told(tmp_path: Pat
     assert isinstance(unknown.exception, ConfigError)
 
 
-def test_a_turn_that_vanished_from_the_journal_fails_the_verification_loudly(runs_dir: Path):
+def test_a_commit_that_vanished_from_the_journal_fails_the_verification_loudly(runs_dir: Path):
     change_journal(runs_dir, "DELETE FROM turns WHERE id = 3")
     verdict = ask(runs_dir, "verify", "told")
     assert verdict.exit_code == 1
@@ -146,12 +146,12 @@ def test_a_turn_that_vanished_from_the_journal_fails_the_verification_loudly(run
     assert "breaks S1" in verdict.stderr
 
 
-def test_a_turn_that_was_altered_is_named(runs_dir: Path):
+def test_a_commit_that_was_altered_is_named(runs_dir: Path):
     ((data,),) = change_journal(runs_dir, "SELECT data FROM turns WHERE id = 3")
     change_journal(runs_dir, "UPDATE turns SET data = ? WHERE id = 3", data[:-1] + bytes([data[-1] ^ 1]))
     found = ask(runs_dir, "verify", "told").exception
     assert isinstance(found, CheckpointError)
-    assert "turn 3" in str(found)
+    assert "commit 3" in str(found)
 
 
 def test_a_run_that_keeps_no_journal_and_one_that_is_not_there_are_said(tmp_path: Path):

@@ -29,7 +29,7 @@ class RunPast:
     scan: Scan
 
     def start(self) -> LedgerState:
-        """Return the ledger before the first of the turns."""
+        """Return the ledger before the first of the commits."""
         settings = ledger_settings(self.config)
         return (
             LedgerState(settings)
@@ -38,10 +38,10 @@ class RunPast:
         )
 
     def events(self) -> Iterator[TimedEvent]:
-        """Yield every event with the time of its turn."""
-        for turn in self.scan.turns:
-            for event in turn.events:
-                yield TimedEvent(turn.time_s, event)
+        """Yield every event with the time of its commit."""
+        for commit in self.scan.commits:
+            for event in commit.events:
+                yield TimedEvent(commit.time_s, event)
 
 
 def open_past(run: str, runs_dir: str) -> RunPast:
@@ -72,7 +72,7 @@ def committed_steps(folder: Path) -> list[int]:
     None at all: nothing has been written to its journal. Raises as `opened_past`.
     """
     with opened_past(folder, is_whole=False) as past:
-        if past.scan.snapshot is None and not past.scan.turns:
+        if past.scan.snapshot is None and not past.scan.commits:
             return []
         state = past.start()
         for timed in past.events():

@@ -23,16 +23,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.buffer.journals.disk_sync import DiskSync
+from asyncrl.buffer.journals.event_database import BLOCK_COMMITS, EVENTS, EventDatabase
 from asyncrl.buffer.journals.journal import (
     EVENTS_PER_SNAPSHOT,
+    Commit,
     Fsync,
     Need,
     Recovery,
-    Turn,
-    pack_turn,
+    pack_commit,
 )
 from asyncrl.buffer.journals.segments import SEGMENT_BYTES, SegmentFolder
-from asyncrl.buffer.journals.turn_database import BLOCK_TURNS, EVENTS, TurnDatabase
 from asyncrl.buffer.ledger.events import Checkpointed, Event
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.obstacle import Cause, Obstacle
@@ -73,7 +73,7 @@ class FileJournal:
         fsync: Fsync = "everysec",
         segment_bytes: int = SEGMENT_BYTES,
         events_per_snapshot: int = EVENTS_PER_SNAPSHOT,
-        block_turns: int = BLOCK_TURNS,
+        block_commits: int = BLOCK_COMMITS,
         sync: Callable[[int], None] | None = None,
         runtime: Runtime | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class FileJournal:
         self._has_new_payload = False
         self._has_checkpoint = False
         self._lock = _take_lock(folder / "lock")
-        self._database = TurnDatabase(folder / EVENTS, _SYNCHRONOUS[fsync], block_turns)
+        self._database = EventDatabase(folder / EVENTS, _SYNCHRONOUS[fsync], block_commits)
         self._segments = SegmentFolder(folder / "payloads", segment_bytes, sync, fsync == "everysec")
         self._deletable: list[int] = []
         self.counters = self._segments.counters
@@ -109,8 +109,8 @@ class FileJournal:
         Raises:
             CheckpointError: A row's checksum does not fit, or the database is malformed.
         """
-        turn, values = self._database.newest_snapshot(self.counters)
-        events = [event for row in self.turns(turn) for event in row.events]
+        commit, values = self._database.newest_snapshot(self.counters)
+        events = [event for row in self.commits(commit) for event in row.events]
         self._num_new_events = len(events)
         return Recovery(values, events)
 
@@ -120,16 +120,16 @@ class FileJournal:
         Raises:
             CheckpointError: As `recover`.
         """
-        for turn in self.turns():
-            yield from turn.events
+        for commit in self.commits():
+            yield from commit.events
 
-    def turns(self, after: int = 0) -> Iterator[Turn]:
-        """Yield the turns of the run after turn `after`.
+    def commits(self, after: int = 0) -> Iterator[Commit]:
+        """Yield the commits of the run after commit `after`.
 
         Raises:
             CheckpointError: As `recover`.
         """
-        return self._database.turns(after)
+        return self._database.commits(after)
 
     def append(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> None:
         if self._refusal:  # in order: what came first is written first
@@ -165,7 +165,7 @@ class FileJournal:
 
     def commit(self, events: Sequence[Event], now: float) -> bool:
         if events:
-            data, digest = pack_turn(events)
+            data, digest = pack_commit(events)
             self._backlog.append((digest, data, self._runtime.wall_ns() / 1e9, len(events)))
             # The learner removes older checkpoints once this one is acknowledged: it must not be undone.
             has_one = any(isinstance(event, Checkpointed) for event in events)
@@ -211,7 +211,7 @@ class FileJournal:
         self._pack()
 
     def _pack(self) -> None:
-        """Pack old turns, if the disk takes it: what is committed is committed, and takes more room."""
+        """Pack old commits, if the disk takes it: what is committed is committed, and takes more room."""
         try:
             self._database.pack()
         except sqlite3.OperationalError as error:

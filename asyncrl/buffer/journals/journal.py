@@ -1,7 +1,7 @@
 """Journal protocol: the buffer's durable state.
 
 Owns the order of durability: a payload is appended before the event that names it is committed, and
-events are committed before any request is answered. Events are committed in turns, one per turn of the
+events are committed before any request is answered. There is one commit per turn of the
 server loop, each all or none. The durable state is a snapshot of the ledger and the events after it.
 Invariant: an acknowledged push survives `kill -9`; `fsync` decides the loss at a power cut.
 """
@@ -49,8 +49,8 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Commit of one turn of the buffer.
+class Commit:
+    """Events that the buffer committed at once.
 
     Attributes:
         number: From 1, without a gap.
@@ -125,21 +125,21 @@ class Journal(Protocol):
         """Make all durable and let go of files and connections."""
 
 
-def pack_turn(events: Iterable[Event]) -> tuple[bytes, str]:
-    """Return a turn's events as bytes, and their digest."""
+def pack_commit(events: Iterable[Event]) -> tuple[bytes, str]:
+    """Return a commit's events as bytes, and their digest."""
     return _seal([pack(event) for event in events])
 
 
-def unpack_turn(number: int, data: bytes, digest: str) -> list[Event]:
-    """Return the events of turn `number`.
+def unpack_commit(number: int, data: bytes, digest: str) -> list[Event]:
+    """Return the events of commit `number`.
 
     Raises:
         CheckpointError: The stored events are damaged.
     """
     try:
-        return [unpack(values) for values in _open(f"turn {number}", data, digest)]
+        return [unpack(values) for values in _open(f"commit {number}", data, digest)]
     except WireError as error:
-        raise _damaged(f"turn {number}", str(error)) from error
+        raise _damaged(f"commit {number}", str(error)) from error
 
 
 def pack_snapshot(values: Mapping[str, object]) -> tuple[bytes, str]:

@@ -18,7 +18,7 @@ from asyncrl.core.variants import JOURNALS, JournalFacts, journal_facts
 from asyncrl.core.wire import Frame
 
 if TYPE_CHECKING:
-    from asyncrl.buffer.journals.journal import Journal, Turn
+    from asyncrl.buffer.journals.journal import Commit, Journal
     from asyncrl.core.config.tree import BufferSection
     from asyncrl.core.experience import Group
     from asyncrl.core.runtime.interface import Runtime
@@ -37,13 +37,13 @@ class Scan:
     """Committed contents of a journal.
 
     Attributes:
-        snapshot: Of the ledger before the first of the turns; None if they begin with the run.
-        turns: All committed turns after it, in order.
+        snapshot: Of the ledger before the first of the commits; None if they begin with the run.
+        commits: All commits after it, in order.
         find_payloads: Of use while the scan is open.
     """
 
     snapshot: Mapping[str, object] | None
-    turns: Sequence[Turn]
+    commits: Sequence[Commit]
     find_payloads: FindPayloads
 
 

@@ -68,7 +68,7 @@ class Place:
                     link.call("HSET", key, name, bytes(record))
 
     def damage_turn(self) -> None:
-        """Flip a bit in the newest turn's events."""
+        """Flip a bit in the newest commit's events."""
         assert self.server is not None
         with raw_link(self.server.url) as link:
             key = f"asyncrl:{{{self.run}}}:turns"

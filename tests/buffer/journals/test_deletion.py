@@ -21,7 +21,7 @@ from tests.buffer.parts import GROUP_SIZE, make_group, make_store
 
 
 def release_a_full_segment(journal: FileJournal) -> None:
-    """Fill the first file, then commit what makes it needless, as the buffer does in one turn."""
+    """Fill the first file, then commit what makes it needless, as the buffer does in one commit."""
     for ticket in (1, 2):
         journal.append(ticket, 1, [b"x" * 600])
     assert journal.commit([Opened(1, "learner")], 0.0)
@@ -66,21 +66,21 @@ def test_under_everysec_a_sync_that_began_before_the_commit_deletes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_sync, "SYNC_EVERY_S", 0.01)
-    turn, begun = threading.Semaphore(0), []
+    commit, begun = threading.Semaphore(0), []
 
     def sync(descriptor: int) -> None:
         begun.append(descriptor)
-        assert turn.acquire(timeout=20.0)
+        assert commit.acquire(timeout=20.0)
 
     journal = FileJournal(tmp_path, segment_bytes=500, sync=sync)
     segment = first_segment(tmp_path)
     journal.commit([Opened(0, "learner")], 0.0)
     tick_until(journal, lambda: len(begun) == 1)
     release_a_full_segment(journal)
-    turn.release(2)  # the first segment and the log: the first sync ends
+    commit.release(2)  # the first segment and the log: the first sync ends
     tick_until(journal, lambda: len(begun) == 3)
     assert segment.exists(), "the second sync has only begun"
-    turn.release(100)
+    commit.release(100)
     tick_until(journal, lambda: not segment.exists())
     journal.close()
 

@@ -162,7 +162,7 @@ def test_a_journal_of_an_older_version_is_read_and_goes_on(tmp_path: Path) -> No
     assert list(again.recover().events) == [Opened(1, "learner")]
     before = time.time()
     again.commit([Opened(2, "learner")], 0.0)
-    first, second = again.turns()
+    first, second = again.commits()
     assert first.time_s is None
     assert second.time_s is not None and before <= second.time_s <= time.time()
     again.close()

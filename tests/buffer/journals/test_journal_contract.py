@@ -254,6 +254,6 @@ def test_an_altered_turn_is_refused(tmp_path: Path, redis_server: RedisServer) -
     journal.close()
     place.damage_turn()
     again = place.open()
-    with pytest.raises(CheckpointError, match="turn 1 of the journal is damaged"):
+    with pytest.raises(CheckpointError, match="commit 1 of the journal is damaged"):
         again.recover()
     again.close()

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import pytest
 
+from asyncrl.buffer.journals.event_database import EVENTS, FORMAT, read_commits
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.redis.journal import RedisJournal
 from asyncrl.buffer.journals.redis.past import keys_of
 from asyncrl.buffer.journals.redis.server import RedisServer
-from asyncrl.buffer.journals.turn_database import EVENTS, FORMAT, read_turns
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.core.errors import ConfigError
 from tests.buffer.journals.journal_parts import raw_link
@@ -77,15 +77,15 @@ def test_a_journal_without_a_number_is_brought_up_to_date_and_goes_on(tmp_path):
         before = list(journal.events())
         assert before == [*HISTORY[:3]]
         journal.commit([HISTORY[3]], 0.0)
-        assert [turn.time_s is None for turn in journal.turns()] == [True, True, False]
+        assert [commit.time_s is None for commit in journal.commits()] == [True, True, False]
     assert ask(tmp_path, "PRAGMA user_version") == [(FORMAT,)]
     with contextlib.closing(FileJournal(tmp_path, "never")) as journal:
         assert list(journal.events()) == [*before, HISTORY[3]]
 
 
 def test_who_only_reads_an_older_journal_leaves_it_as_it_is(tmp_path):
-    turns = read_turns(restore(tmp_path))
-    assert [event for turn in turns for event in turn.events] == [*HISTORY[:3]]
+    commits = read_commits(restore(tmp_path))
+    assert [event for commit in commits for event in commit.events] == [*HISTORY[:3]]
     assert ask(tmp_path, "PRAGMA user_version") == [(0,)]
     assert "time_s" not in {row[1] for row in ask(tmp_path, "PRAGMA table_info(turns)")}
 
@@ -93,7 +93,7 @@ def test_who_only_reads_an_older_journal_leaves_it_as_it_is(tmp_path):
 def test_a_journal_of_a_newer_version_is_refused_and_not_touched(tmp_path):
     ask(restore(tmp_path), f"PRAGMA user_version={FORMAT + 1}")
     before = (tmp_path / EVENTS).read_bytes()
-    for open_it in (lambda: FileJournal(tmp_path), lambda: read_turns(tmp_path)):
+    for open_it in (lambda: FileJournal(tmp_path), lambda: read_commits(tmp_path)):
         with pytest.raises(ConfigError, match=r"is of format 4, this asyncrl reads up to 3. A newer asyncrl"):
             open_it()
     assert (tmp_path / EVENTS).read_bytes() == before

@@ -1,4 +1,4 @@
-"""Old turns in blocks: read as they were written, whatever happens while they are packed."""
+"""Old commits in blocks: read as they were written, whatever happens while they are packed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.journals import turn_database
+from asyncrl.buffer.journals import event_database
+from asyncrl.buffer.journals.event_database import EVENTS, FORMAT, read_commits, read_newest
 from asyncrl.buffer.journals.file_journal import FileJournal
-from asyncrl.buffer.journals.turn_database import EVENTS, FORMAT, read_newest, read_turns
 from asyncrl.buffer.ledger.events import Event, Opened
 from asyncrl.core.errors import CheckpointError
 from asyncrl.core.runtime import faults
@@ -19,8 +19,8 @@ from asyncrl.core.runtime import faults
 BLOCK = 4
 
 
-def make(folder: Path, block_turns: int = BLOCK) -> FileJournal:
-    return FileJournal(folder, "never", block_turns=block_turns)
+def make(folder: Path, block_commits: int = BLOCK) -> FileJournal:
+    return FileJournal(folder, "never", block_commits=block_commits)
 
 
 def write(journal: FileJournal, *numbers: int) -> None:
@@ -63,25 +63,27 @@ def test_packed_turns_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert ask(tmp_path / "packed", "SELECT COUNT(*), MIN(id) FROM turns") == [(6, 17)]
     packed.close()
     plain.close()
-    found = read_turns(tmp_path / "packed")
-    assert [turn.events for turn in found] == [turn.events for turn in read_turns(tmp_path / "plain")]
-    assert [turn.number for turn in found] == list(range(1, 23))
-    times = [turn.time_s for turn in found]
+    found = read_commits(tmp_path / "packed")
+    assert [commit.events for commit in found] == [
+        commit.events for commit in read_commits(tmp_path / "plain")
+    ]
+    assert [commit.number for commit in found] == list(range(1, 23))
+    times = [commit.time_s for commit in found]
     assert None not in times and times == sorted(times)  # type: ignore[type-var]
-    values, newer = read_newest(tmp_path / "packed")  # the snapshot is of a turn within a block
-    assert values == {"token": 10} and [turn.number for turn in newer] == list(range(11, 23))
+    values, newer = read_newest(tmp_path / "packed")  # the snapshot is of a commit within a block
+    assert values == {"token": 10} and [commit.number for commit in newer] == list(range(11, 23))
     again = make(tmp_path / "packed")
     past = again.recover()
     assert past.snapshot == {"token": 10} and list(past.events) == events(*range(11, 23))
     write(again, 23)
-    assert [turn.number for turn in again.turns(15)] == list(range(16, 24))
+    assert [commit.number for commit in again.commits(15)] == list(range(16, 24))
     again.close()
 
 
 def test_a_block_takes_less_than_half_of_its_turns(tmp_path: Path) -> None:
     sizes = []
-    for name, block_turns, table in (("plain", 1000, "turns WHERE id <= 800"), ("packed", 100, "blocks")):
-        journal = make(tmp_path / name, block_turns)
+    for name, block_commits, table in (("plain", 1000, "turns WHERE id <= 800"), ("packed", 100, "blocks")):
+        journal = make(tmp_path / name, block_commits)
         write(journal, *range(1, 901))
         journal.close()
         ((size,),) = ask(tmp_path / name, f"SELECT SUM(LENGTH(data)) + SUM(LENGTH(digest)) FROM {table}")
@@ -93,24 +95,24 @@ def test_a_block_takes_less_than_half_of_its_turns(tmp_path: Path) -> None:
 def test_a_block_is_bounded_in_bytes_and_takes_one_turn_at_least(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn_database, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(event_database, "BLOCK_BYTES", 100)
     journal = make(tmp_path)
     for _ in range(12):
         assert journal.commit(events(*range(1, 9)), 0.0)  # 8 events: over 100 bytes
     journal.close()
     assert ask(tmp_path, "SELECT last FROM blocks") == [(number,) for number in range(1, 6)]
-    assert len(read_turns(tmp_path)) == 12
+    assert len(read_commits(tmp_path)) == 12
 
 
 def test_a_reader_beside_a_buffer_that_packs_sees_each_turn_once(tmp_path: Path) -> None:
     journal = make(tmp_path, 5)
-    write(journal, *range(1, 13))  # a block, and turns that will be one
-    with turn_database._reading(tmp_path) as database:
-        reading = turn_database._read_turns(database, 0)
+    write(journal, *range(1, 13))  # a block, and commits that will be one
+    with event_database._reading(tmp_path) as database:
+        reading = event_database._read_commits(database, 0)
         first = next(reading)
         write(journal, *range(13, 31))
         assert ask(tmp_path, "SELECT COUNT(*) FROM blocks") == [(5,)]
-        assert [first.number, *(turn.number for turn in reading)] == list(range(1, 13))
+        assert [first.number, *(commit.number for commit in reading)] == list(range(1, 13))
     journal.close()
 
 
@@ -161,7 +163,7 @@ def test_an_error_of_packing_that_is_not_about_room_is_raised(
     with pytest.raises(sqlite3.OperationalError, match="no such table"):
         write(journal, 8)
     journal.close()
-    assert len(read_turns(tmp_path)) == 8
+    assert len(read_commits(tmp_path)) == 8
 
 
 def test_a_journal_whose_turns_are_malformed_is_refused_when_it_is_opened(tmp_path: Path) -> None:
@@ -191,8 +193,8 @@ def test_a_damaged_block_and_a_turn_damaged_before_it_was_packed_are_found(
     journal.close()
     if change.startswith("blocks"):
         ask(tmp_path, f"UPDATE {change}")
-    with pytest.raises(CheckpointError, match="block of turns up to 4 of the journal is damaged"):
-        read_turns(tmp_path)
+    with pytest.raises(CheckpointError, match="block of commits up to 4 of the journal is damaged"):
+        read_commits(tmp_path)
 
 
 def test_a_journal_from_before_blocks_is_read_as_it_is_and_packed_when_it_goes_on(tmp_path: Path) -> None:
@@ -201,11 +203,11 @@ def test_a_journal_from_before_blocks_is_read_as_it_is_and_packed_when_it_goes_o
     journal.close()
     ask(tmp_path, "DROP TABLE blocks")
     ask(tmp_path, "PRAGMA user_version=2")
-    assert [turn.number for turn in read_turns(tmp_path)] == list(range(1, 21))
+    assert [commit.number for commit in read_commits(tmp_path)] == list(range(1, 21))
     assert ask(tmp_path, "PRAGMA user_version") == [(2,)]
     again = make(tmp_path)
     write(again, 21, 22)
     again.close()
     assert ask(tmp_path, "PRAGMA user_version") == [(FORMAT,)]
     assert ask(tmp_path, "SELECT last FROM blocks") == [(4,), (8,)]
-    assert [event for turn in read_turns(tmp_path) for event in turn.events] == events(*range(1, 23))
+    assert [event for commit in read_commits(tmp_path) for event in commit.events] == events(*range(1, 23))

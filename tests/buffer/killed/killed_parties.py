@@ -58,7 +58,7 @@ def open_journal(kind: str, folder: Path, url: str, fsync: str) -> Journal:
         fsync,  # type: ignore[arg-type]
         segment_bytes=1500,
         events_per_snapshot=20,
-        block_turns=8,
+        block_commits=8,
     )
 
 

@@ -17,10 +17,10 @@ import msgpack
 from asyncrl.buffer.journals.journal import (
     Need,
     Recovery,
+    pack_commit,
     pack_snapshot,
-    pack_turn,
+    unpack_commit,
     unpack_snapshot,
-    unpack_turn,
 )
 from asyncrl.buffer.ledger.events import Checkpointed, Event
 from asyncrl.core.obstacle import Obstacle
@@ -103,7 +103,7 @@ class SimulatedJournal:
         events = [
             event
             for number, (data, digest) in enumerate(turns)
-            for event in unpack_turn(number, data, digest)
+            for event in unpack_commit(number, data, digest)
         ]
         self._num_new = len(events)
         return Recovery(values, events)
@@ -143,7 +143,7 @@ class SimulatedJournal:
         if self._disk.is_away:
             return False
         if self._waiting:
-            self._disk.turns.append(pack_turn(self._waiting))
+            self._disk.turns.append(pack_commit(self._waiting))
             self._num_new += len(self._waiting)
             has_checkpoint = any(isinstance(event, Checkpointed) for event in self._waiting)
             self._waiting = []

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 
 from asyncrl.buffer.audit.recount import Recount as AuditRecount
-from asyncrl.buffer.journals.journal import unpack_turn
+from asyncrl.buffer.journals.journal import unpack_commit
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.orders import PromptOrder, Source
 from asyncrl.buffer.ledger.state import LedgerState
@@ -182,7 +182,7 @@ class RunJudge(Judge):
         if self._is_contradicted:
             return
         try:
-            self._read_turns()
+            self._read_commits()
             if state is not None:
                 census = take_census(state)
                 self._recount.check({**vars(census), "residue": census.residue})
@@ -195,7 +195,7 @@ class RunJudge(Judge):
             self.say(f"S1: {sorted(lost)} were acknowledged as stored, and the journal has nothing of it")
             self.acknowledged -= lost
 
-    def _read_turns(self) -> None:
+    def _read_commits(self) -> None:
         disk = self._disk
         if disk.num_cut != self._num_cut or self._num_read > len(disk.turns):
             self._recount, self._num_read, self._num_cut = Recount(self._prompt_at), 0, disk.num_cut
@@ -222,6 +222,6 @@ class RunJudge(Judge):
                 )
         audit = AuditRecount(self._max_lag)
         turns = enumerate(self._disk.turns)
-        audit.take_all(event for number, turn in turns for event in unpack_turn(number, *turn))
+        audit.take_all(event for number, turn in turns for event in unpack_commit(number, *turn))
         if findings := audit.conclude():
             self.say(f"S1: an audit of the journal finds {findings}")

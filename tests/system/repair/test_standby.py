@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.audit.report import verify_run
-from asyncrl.buffer.journals.turn_database import read_turns
+from asyncrl.buffer.journals.event_database import read_commits
 from asyncrl.buffer.ledger.events import Leased, Stored
 from asyncrl.control.record.events import load_events
 from tests.system.parts.up_run import UpRun, leftovers
@@ -54,14 +54,14 @@ def parts_of(run: UpRun, spare: str, struck_at: float) -> dict[str, float]:
         if event["time"] > struck_at
     }
     held: set[int] = set()
-    for turn in read_turns(run.folder / "buffer"):
-        assert turn.time_s is not None
-        for event in turn.events if turn.time_s > struck_at else ():
+    for commit in read_commits(run.folder / "buffer"):
+        assert commit.time_s is not None
+        for event in commit.events if commit.time_s > struck_at else ():
             if isinstance(event, Leased) and event.replica == spare:
                 held.add(event.ticket)
-                parts.setdefault(f"{spare} leases", turn.time_s - struck_at)
+                parts.setdefault(f"{spare} leases", commit.time_s - struck_at)
             elif isinstance(event, Stored) and event.ticket in held:
-                parts.setdefault(f"{spare} has a group", turn.time_s - struck_at)
+                parts.setdefault(f"{spare} has a group", commit.time_s - struck_at)
     return parts
 
 

@@ -1,4 +1,4 @@
-"""`buffer.journal: file`: turns in SQLite and payloads in segments, in the run's folder."""
+"""`buffer.journal: file`: commits in SQLite and payloads in segments, in the run's folder."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class FileKind(JournalKind):
 
     @contextlib.contextmanager
     def scan(self, section: BufferSection, run_dir: Path, *, is_whole: bool) -> Iterator[Scan]:
+        from asyncrl.buffer.journals.event_database import read_commits, read_newest
         from asyncrl.buffer.journals.segment_payloads import SegmentPayloads
-        from asyncrl.buffer.journals.turn_database import read_newest, read_turns
 
         folder = run_dir / "buffer"
-        snapshot, turns = (None, read_turns(folder)) if is_whole else read_newest(folder)
-        yield Scan(snapshot, turns, SegmentPayloads(folder / "payloads").find)
+        snapshot, commits = (None, read_commits(folder)) if is_whole else read_newest(folder)
+        yield Scan(snapshot, commits, SegmentPayloads(folder / "payloads").find)
 
     def newest(self, section: BufferSection, run_dir: Path) -> NewestGroups:
         from asyncrl.buffer.journals.segment_payloads import SegmentPayloads

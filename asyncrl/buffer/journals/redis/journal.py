@@ -1,12 +1,12 @@
 """The journal in Redis: events in a Stream, payloads in a hash, a snapshot of the ledger, an owner.
 
-Owns the keys `asyncrl:{<run>}:*`. Payloads are sent as they come in; a turn is one transaction behind
+Owns the keys `asyncrl:{<run>}:*`. Payloads are sent as they come in; a commit is one transaction behind
 them, and one round trip. The stream is trimmed by MINID once a snapshot covers it, never by length.
 
 Fencing: `owner` names the buffer that took over last, and every transaction watches it and the last
 `turn`: an older buffer's transactions fail, and so does our own that a dead connection delivers late.
 
-Away: what was not answered is kept and sent again. Wiped: an owner that is gone, or a last turn that is
+Away: what was not answered is kept and sent again. Wiped: an owner that is gone, or a last commit that is
 not ours, means that Redis lost acknowledged data; then everything that the ledger knows is written
 again (`Need.ALL`). Invariant: `commit` returns True only when Redis has carried out every transaction and
 holds every payload.
@@ -23,8 +23,8 @@ from asyncrl.buffer.journals.journal import (
     EVENTS_PER_SNAPSHOT,
     Need,
     Recovery,
+    pack_commit,
     pack_snapshot,
-    pack_turn,
 )
 from asyncrl.buffer.journals.records import read_frames
 from asyncrl.buffer.journals.redis.health import RedisHealth, check_settings, read_eviction
@@ -78,8 +78,8 @@ class RedisJournal:
         self._events_per_snapshot = events_per_snapshot
         self._keys = keys_of(run)
         self._watched = (self._keys["owner"], self._keys["turn"])
-        self._turn = 0
-        self._sent_turn = 0
+        self._commit = 0
+        self._sent_commit = 0
         self._num_new_events = 0
         self._backlog: list[tuple[int, bytes, str, str]] = []
         self._payloads = RedisPayloads(self._keys["payloads"])
@@ -139,8 +139,8 @@ class RedisJournal:
             CheckpointError: Something is missing or damaged.
         """
         past = read_past(self._ask, self._keys, self._link.label)
-        events = [event for turn in past.turns for event in turn.events]
-        self._turn = self._sent_turn = past.last_turn
+        events = [event for commit in past.commits for event in commit.events]
+        self._commit = self._sent_commit = past.last_commit
         self._num_new_events = len(events)
         self._payloads.begin(self._ask("HKEYS", self._keys["payloads"]))
         return Recovery(past.values, events)
@@ -201,17 +201,17 @@ class RedisJournal:
         for ticket in [ticket for ticket in self._payloads.index.tickets() if ticket not in tickets]:
             self.release(ticket)
 
-    # Turns
+    # Commits
 
     def commit(self, events: Sequence[Event], now: float) -> bool:
         if events:
-            number = self._backlog[-1][0] + 1 if self._backlog else self._turn + 1
-            self._backlog.append((number, *pack_turn(events), repr(self._runtime.wall_ns() / 1e9)))
+            number = self._backlog[-1][0] + 1 if self._backlog else self._commit + 1
+            self._backlog.append((number, *pack_commit(events), repr(self._runtime.wall_ns() / 1e9)))
             self._num_new_events += len(events)
             if self.need is Need.NOTHING and self._num_new_events >= self._events_per_snapshot:
                 self.need = Need.SNAPSHOT
         is_idle = self._link.is_up and not self._backlog and self._payloads.are_written
-        return is_idle or self._work(self._write_turns)
+        return is_idle or self._work(self._write_commits)
 
     def wake_at(self) -> float:
         if self._health.is_away:
@@ -225,7 +225,7 @@ class RedisJournal:
     def tick(self, now: float) -> None:
         """Delete released payloads; check whether Redis is away, back, wiped or taken over."""
         if self._payloads.deletions or not self._link.is_up:
-            self._work(self._write_turns)
+            self._work(self._write_commits)
         elif self._runtime.now() >= self._next_look:
             self._next_look = self._runtime.now() + LOOK_EVERY_S
             self._work(self._look_around)
@@ -238,8 +238,8 @@ class RedisJournal:
 
     def write_snapshot(self, values: Mapping[str, object]) -> None:
         def write() -> None:
-            trim = ("XTRIM", self._keys["turns"], "MINID", "=", f"{self._turn + 1}-0")
-            self._write_state(values, self._turn, [trim])
+            trim = ("XTRIM", self._keys["turns"], "MINID", "=", f"{self._commit + 1}-0")
+            self._write_state(values, self._commit, [trim])
 
         self._work(write)
 
@@ -250,12 +250,12 @@ class RedisJournal:
         return self._work(look, is_anew=True)
 
     def begin_anew(self, values: Mapping[str, object]) -> bool:
-        turn = max(self._turn, self._sent_turn) + len(self._backlog)
+        commit = max(self._commit, self._sent_commit) + len(self._backlog)
 
         def write() -> None:
             self._write_payloads()
             own = ("SET", self._keys["owner"], self._owner)
-            self._write_state(values, turn, [own, ("DEL", self._keys["turns"])])
+            self._write_state(values, commit, [own, ("DEL", self._keys["turns"])])
             self._backlog.clear()
 
         return self._work(write, is_anew=True)
@@ -277,14 +277,14 @@ class RedisJournal:
         self._health.note_back(self._link.label)
         return True
 
-    def _write_turns(self) -> None:
-        """Send unwritten turns, in one transaction behind the payloads, and read the answers."""
+    def _write_commits(self) -> None:
+        """Send unwritten commits, in one transaction behind the payloads, and read the answers."""
         self._payloads.send_rest(self._link)
-        turns, deletions = self._backlog, self._payloads.deletions
-        number = turns[-1][0] if turns else self._turn
+        commits, deletions = self._backlog, self._payloads.deletions
+        number = commits[-1][0] if commits else self._commit
         commands: list[tuple[Argument, ...]] = [
             ("XADD", self._keys["turns"], f"{row}-0", "data", data, "digest", digest, "at", at)
-            for row, data, digest, at in turns
+            for row, data, digest, at in commits
         ]
         if deletions:
             commands.append(("HDEL", self._keys["payloads"], *deletions))
@@ -302,17 +302,17 @@ class RedisJournal:
             raise _Refused(self._payloads.refusal)
 
     def _write_state(
-        self, values: Mapping[str, object], turn: int, commands: list[tuple[Argument, ...]]
+        self, values: Mapping[str, object], commit: int, commands: list[tuple[Argument, ...]]
     ) -> None:
         data, digest = pack_snapshot(values)
-        snapshot = ("turn", str(turn), "data", data, "digest", digest)
-        fault_point("buffer.snapshotting", turn)
-        self._run_transaction(turn, [*commands, ("HSET", self._keys["snapshot"], *snapshot)])
+        snapshot = ("turn", str(commit), "data", data, "digest", digest)
+        fault_point("buffer.snapshotting", commit)
+        self._run_transaction(commit, [*commands, ("HSET", self._keys["snapshot"], *snapshot)])
         self._num_new_events, self.need = 0, Need.NOTHING
-        fault_point("buffer.snapshotted", turn)
+        fault_point("buffer.snapshotted", commit)
 
-    def _run_transaction(self, turn: int, commands: list[tuple[Argument, ...]]) -> None:
-        """Carry the commands out, all or none, if this buffer still is the owner; then stand at `turn`.
+    def _run_transaction(self, commit: int, commands: list[tuple[Argument, ...]]) -> None:
+        """Carry the commands out, all or none, if this buffer still is the owner; then stand at `commit`.
 
         Raises:
             FencedError: It is not.
@@ -325,15 +325,15 @@ class RedisJournal:
             if isinstance(reply, Refusal):
                 refusals.append(reply)
 
-        inner = [("SET", self._keys["turn"], str(turn)), *commands]
+        inner = [("SET", self._keys["turn"], str(commit)), *commands]
         everything = [("MULTI",), *inner, ("EXEC",), ("WATCH", *self._watched), self._look]
-        if is_wanted("redis.half_sent", turn):
+        if is_wanted("redis.half_sent", commit):
             self._link.send_half(everything)
-            fault_point("redis.half_sent", turn)
-        self._sent_turn = turn
+            fault_point("redis.half_sent", commit)
+        self._sent_commit = commit
         handlers = [*[note_refusal] * (len(inner) + 1), seen.append, None, seen.append]
         self._link.send_all(everything, handlers)
-        fault_point("redis.sent", turn)
+        fault_point("redis.sent", commit)
         self._link.receive()
         results, state = seen
         if isinstance(results, Refusal):
@@ -341,9 +341,9 @@ class RedisJournal:
         if results is None:
             self._judge(state)
             raise _Lost
-        self._turn = turn
+        self._commit = commit
         if any(isinstance(result, Refusal) for result in results):
-            self._note_wiped(f"it did a part of turn {turn} only: {results}")
+            self._note_wiped(f"it did a part of commit {commit} only: {results}")
         self._judge(state)
 
     # Away and back
@@ -364,8 +364,8 @@ class RedisJournal:
         self._health.note_back(self._link.label)
 
     def _judge(self, state: Sequence[bytes | None]) -> None:
-        """Compare Redis' owner and last turn with ours."""
-        owner, turn = state[0], int(state[1] or -1)
+        """Compare Redis' owner and last commit with ours."""
+        owner, commit = state[0], int(state[1] or -1)
         if owner != self._owner and _rank(owner) >= _rank(self._owner):
             self._link.close()
             raise FencedError(
@@ -374,11 +374,11 @@ class RedisJournal:
             )
         if self.need is Need.ALL:
             return
-        if owner is not None and turn == self._sent_turn and turn > self._turn:
-            self._turn = turn  # it was carried out, only the answer got lost
-            self._backlog = [row for row in self._backlog if row[0] > turn]
-        elif owner is None or turn != self._turn:
-            self._note_wiped(f"it stands after turn {turn}, {self._turn} were acknowledged")
+        if owner is not None and commit == self._sent_commit and commit > self._commit:
+            self._commit = commit  # it was carried out, only the answer got lost
+            self._backlog = [row for row in self._backlog if row[0] > commit]
+        elif owner is None or commit != self._commit:
+            self._note_wiped(f"it stands after commit {commit}, {self._commit} were acknowledged")
 
     def _note_wiped(self, why: str) -> None:
         self.need = Need.ALL

@@ -249,7 +249,7 @@ def _explain_certificate(label: str, error: ssl.SSLCertVerificationError) -> Con
 def pack(command: Sequence[Argument]) -> bytes:
     """Return a command as Redis reads it: the number of arguments, and each with its length.
 
-    redis-py's own takes three times as long: 60 of 350 microseconds of a turn.
+    redis-py's own takes three times as long: 60 of 350 microseconds of a commit.
 
     >>> pack(("GET", b"x"))
     b'*2\\r\\n$3\\r\\nGET\\r\\n$1\\r\\nx\\r\\n'

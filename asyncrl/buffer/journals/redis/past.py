@@ -1,7 +1,7 @@
 """Reader of a journal in Redis, for a buffer that takes over and for commands that only inspect.
 
 Owns the names of a run's keys and the form of what stands under them. It writes nothing and takes
-nothing over. Invariant: turns come back without a gap, or not at all.
+nothing over. Invariant: commits come back without a gap, or not at all.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.buffer.journals.journal import Turn, unpack_snapshot, unpack_turn
+from asyncrl.buffer.journals.journal import Commit, unpack_commit, unpack_snapshot
 from asyncrl.buffer.journals.redis.link import LinkDown, RedisLink, Refusal, explain_refusal
 from asyncrl.core.errors import CheckpointError, ConfigError
 
 Ask = Callable[..., Any]
 """Carries out one command and returns Redis' reply."""
 KEYS = ("owner", "turn", "turns", "snapshot", "payloads", "format")
+"""`turn` is the number of the last commit, `turns` the stream of them."""
 FORMAT = 2
 """Format of the keys' contents. Format 1 had no number, and is otherwise the same."""
 _PAGE = 1000
@@ -31,14 +32,14 @@ class Past:
     """Committed state of a journal in Redis.
 
     Attributes:
-        last_turn: The newest turn that a snapshot or the stream covers.
+        last_commit: The newest commit that a snapshot or the stream covers.
         values: A snapshot of the ledger, None if there is none yet.
-        turns: Those after the snapshot, in order.
+        commits: Those after the snapshot, in order.
     """
 
-    last_turn: int
+    last_commit: int
     values: dict[str, object] | None
-    turns: list[Turn]
+    commits: list[Commit]
 
 
 def keys_of(run: str) -> dict[str, str]:
@@ -56,12 +57,12 @@ def refuse_newer(ask: Ask, keys: dict[str, str], label: str) -> None:
         )
 
 
-class TurnMissing(CheckpointError):
-    """The stream lacks a turn that is neither in the snapshot nor the last."""
+class CommitMissing(CheckpointError):
+    """The stream lacks a commit that is neither in the snapshot nor the last."""
 
 
 def read_past(ask: Ask, keys: dict[str, str], label: str) -> Past:
-    """Return the snapshot and later turns, for the one buffer that writes there.
+    """Return the snapshot and later commits, for the one buffer that writes there.
 
     Raises:
         CheckpointError: Something is missing or damaged.
@@ -73,17 +74,17 @@ def read_past(ask: Ask, keys: dict[str, str], label: str) -> Past:
         covered = int(fields[b"turn"])
         values = unpack_snapshot(fields[b"data"], fields[b"digest"].decode())
     last = max(covered, int(ask("GET", keys["turn"]) or 0))
-    turns = list(_read_turns(ask, keys["turns"], covered, last))
-    if len(turns) != last - covered:
-        raise TurnMissing(
-            f"the journal in Redis at {label} lacks turn {covered + len(turns) + 1} of {last}",
+    commits = list(_read_commits(ask, keys["turns"], covered, last))
+    if len(commits) != last - covered:
+        raise CommitMissing(
+            f"the journal in Redis at {label} lacks commit {covered + len(commits) + 1} of {last}",
             hint="Restore it, or remove its keys to begin anew",
         )
-    return Past(last, values, turns)
+    return Past(last, values, commits)
 
 
-def _read_turns(ask: Ask, key: str, after: int, last: int) -> Iterator[Turn]:
-    """Yield the turns after `after`, up to the first one that is missing."""
+def _read_commits(ask: Ask, key: str, after: int, last: int) -> Iterator[Commit]:
+    """Yield the commits after `after`, up to the first one that is missing."""
     number = after
     while number < last:
         page = ask("XRANGE", key, f"{number + 1}-0", f"{last}-0", "COUNT", str(_PAGE))
@@ -94,8 +95,8 @@ def _read_turns(ask: Ask, key: str, after: int, last: int) -> Iterator[Turn]:
             if int(name.split(b"-")[0]) != number:
                 return
             fields = dict(zip(values[::2], values[1::2], strict=True))
-            events = unpack_turn(number, fields[b"data"], fields[b"digest"].decode())
-            yield Turn(number, float(fields[b"at"]), events)
+            events = unpack_commit(number, fields[b"data"], fields[b"digest"].decode())
+            yield Commit(number, float(fields[b"at"]), events)
 
 
 @contextlib.contextmanager
@@ -127,7 +128,7 @@ def read_living(ask: Ask, keys: dict[str, str], label: str) -> Past:
     for _ in range(LOOKS):
         try:
             return read_past(ask, keys, label)
-        except TurnMissing as error:
+        except CommitMissing as error:
             missing = error
         time.sleep(LOOK_AGAIN_S)
     raise CheckpointError(missing.message, hint=f"It was so {LOOKS} times; nothing was changed") from missing

@@ -33,7 +33,7 @@ CHECK_DEADLINE_S = 1.0
 CONNECT_PATIENCE_S = 5.0
 """Time that the opening waits for a Redis that has just been started, before it says so."""
 REDIS_PATIENCE_S = 0.5
-"""Time that a turn waits for Redis; the next turns see whether it answers."""
+"""Time that a commit waits for Redis; the next commits see whether it answers."""
 KEY_FILE = Path("buffer", "redis_key")
 """In a run's folder: its key in Redis, and on a second line the path at which it was last opened."""
 
@@ -83,7 +83,7 @@ def scan_redis(section: BufferSection, run_dir: Path) -> Iterator[Scan]:
     with _reachable(section, run_dir) as url, asking(url) as (ask, label):
         keys = keys_of(run_key(run_dir))
         past = read_living(ask, keys, label)
-        yield Scan(past.values, past.turns, _payloads_in(ask, keys["payloads"]))
+        yield Scan(past.values, past.commits, _payloads_in(ask, keys["payloads"]))
 
 
 def _payloads_in(ask: Ask, key: str) -> FindPayloads:

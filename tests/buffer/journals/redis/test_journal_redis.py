@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.journals.journal import Need, pack_turn
+from asyncrl.buffer.journals.journal import Need, pack_commit
 from asyncrl.buffer.journals.redis.journal import RedisJournal
 from asyncrl.buffer.journals.redis.link import RedisLink
 from asyncrl.buffer.journals.redis.past import keys_of, read_living
@@ -340,7 +340,7 @@ def test_a_redis_that_lost_its_last_turns_gets_them_again(
     commit(filled)
     assert filled.journal.counters["redis_wiped"] == 1
     (loss,) = filled.journal.status().losses
-    assert "lost acknowledged data (it stands after turn" in loss
+    assert "lost acknowledged data (it stands after commit" in loss
     assert filled.counters["lost_payloads"] == 0
     check_same_after_restart(place, filled).journal.close()
 
@@ -368,7 +368,7 @@ def test_a_journal_that_lacks_turns_is_refused(place: Place, own_redis: RedisSer
     with raw_link(own_redis.url) as link:
         link.call("XDEL", key(place, "turns"), "2-0")
     again = place.open()
-    with pytest.raises(CheckpointError, match="lacks turn 2 of 3"):
+    with pytest.raises(CheckpointError, match="lacks commit 2 of 3"):
         again.recover()
     again.close()
 
@@ -464,13 +464,13 @@ def test_whoever_looks_at_a_journal_takes_nothing_over(place: Place, own_redis: 
     journal = place.open()
     journal.commit([Opened(1, "learner")], 0.0)
     past = read_run(own_redis.url, place.run)
-    (turn,) = past.turns
-    assert (turn.number, turn.events, past.values) == (1, [Opened(1, "learner")], None)
-    assert turn.time_s is not None and before <= turn.time_s <= time.time()
+    (commit,) = past.commits
+    assert (commit.number, commit.events, past.values) == (1, [Opened(1, "learner")], None)
+    assert commit.time_s is not None and before <= commit.time_s <= time.time()
     journal.write_snapshot({"any": 1})
     assert journal.commit([Opened(2, "learner")], 0.0)
     past = read_run(own_redis.url, place.run)
-    assert (past.values, past.last_turn, len(past.turns)) == ({"any": 1}, 2, 1)
+    assert (past.values, past.last_commit, len(past.commits)) == ({"any": 1}, 2, 1)
     journal.close()
 
 
@@ -490,7 +490,7 @@ def test_whoever_looks_while_a_snapshot_trims_the_stream_looks_again(
             return link.call(*command)
 
         past = read_living(ask, keys_of(place.run), "here")
-    assert (past.values, past.last_turn, len(past.turns)) == ({"any": 1}, 3, 1)
+    assert (past.values, past.last_commit, len(past.commits)) == ({"any": 1}, 3, 1)
     journal.close()
 
 
@@ -502,7 +502,7 @@ def test_whoever_looks_at_a_journal_that_lacks_turns_is_not_told_to_remove_it(
         journal.commit([Opened(token, "learner")], 0.0)
     with raw_link(own_redis.url) as link:
         link.call("XDEL", key(place, "turns"), "2-0")
-    with pytest.raises(CheckpointError, match="lacks turn 2 of 3") as caught:
+    with pytest.raises(CheckpointError, match="lacks commit 2 of 3") as caught:
         read_run(own_redis.url, place.run)
     assert "remove" not in caught.value.hint
     journal.close()
@@ -578,16 +578,18 @@ def test_a_turn_that_a_dead_connection_delivers_late_is_refused(place: Place, ow
     journal.recover()
     assert journal.commit([DataDescribed(5, "d")], 0.0)
     dead, keys = journal._link, journal._keys
-    data, digest = pack_turn([Opened(1, "learner")])
-    journal._link, journal._sent_turn = (
+    data, digest = pack_commit([Opened(1, "learner")])
+    journal._link, journal._sent_commit = (
         RedisLink(own_redis.url),
         2,
-    )  # turn 2 was given up
+    )  # commit 2 was given up
     assert journal.commit([Opened(1, "learner")], 0.0)
     assert journal.commit([VersionRegistered(1, 0)], 0.0)
     seen: list[object] = []
-    turn = ("XADD", keys["turns"], "2-0", "data", data, "digest", digest, "at", "0")
-    dead.send_all([("MULTI",), ("SET", keys["turn"], "2"), turn, ("EXEC",)], [None, None, None, seen.append])
+    commit = ("XADD", keys["turns"], "2-0", "data", data, "digest", digest, "at", "0")
+    dead.send_all(
+        [("MULTI",), ("SET", keys["turn"], "2"), commit, ("EXEC",)], [None, None, None, seen.append]
+    )
     dead.receive()
     assert seen == [None]
     journal.close()

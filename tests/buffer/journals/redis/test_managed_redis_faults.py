@@ -55,7 +55,7 @@ def store(run_dir: Path) -> Iterator[ExperienceStore]:
 
 
 def turn_until(store: ExperienceStore, claim: Callable[[], bool]) -> None:
-    """Work as the buffer's turns do until `claim` holds."""
+    """Work as the buffer's commits do until `claim` holds."""
     end = time.monotonic() + 60.0
     while not claim():
         assert time.monotonic() < end, store.journal.obstacles()
@@ -145,7 +145,7 @@ def test_a_server_that_is_stopped_is_waited_for(
     check = threading.Thread(target=known.ensure, kwargs={"patience_s": math.inf}, daemon=True)
     check.start()
     check.join(60.0)
-    assert not check.is_alive(), "one that answered once is not waited for by the turns of the buffer"
+    assert not check.is_alive(), "one that answered once is not waited for by the commits of the buffer"
     os.kill(pid, signal.SIGCONT)
     commit(store)
     assert (server.pid, store.journal.counters["redis_wiped"]) == (pid, 0)

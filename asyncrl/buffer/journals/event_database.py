@@ -1,7 +1,7 @@
-"""Turns and snapshots of a file journal, in SQLite (write-ahead log).
+"""Commits and snapshots of a file journal, in SQLite (write-ahead log).
 
-Owns the tables and their format. A turn is a row; old turns are packed, 256 in a block, which takes a
-third to a quarter of the bytes. Invariant: each turn is in one of the two tables, whenever a reader looks.
+Owns the tables and their format. A commit is a row; old commits are packed, 256 in a block, which takes a
+third to a quarter of the bytes. Invariant: each commit is in one of the two tables, whenever a reader looks.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from typing import NamedTuple
 import msgpack
 import xxhash
 
-from asyncrl.buffer.journals.journal import Turn, pack_snapshot, unpack_snapshot, unpack_turn
+from asyncrl.buffer.journals.journal import Commit, pack_snapshot, unpack_commit, unpack_snapshot
 from asyncrl.core.errors import CheckpointError, ConfigError, NoJournal
 from asyncrl.core.runtime.faults import fault_point
 
 EVENTS = "events.sqlite"
 FORMAT = 3
-"""Of the database, as its `user_version`. 1, with no number, may lack the time of a turn; 2 has no blocks."""
-BLOCK_TURNS = 256
+"""Of the database, as its `user_version`. 1, with no number, may lack times; 2 has no blocks."""
+BLOCK_COMMITS = 256
 BLOCK_BYTES = 1 << 18
-"""Most bytes of a block before it is packed, unless its first turn alone has more: 4 ms of work."""
+"""Most bytes of a block before it is packed, unless its first commit alone has more: 4 ms of work."""
 _KEPT_SNAPSHOTS = 2
 _TABLES = """
 CREATE TABLE IF NOT EXISTS turns (id INTEGER PRIMARY KEY, digest TEXT, data BLOB, time_s REAL);
 CREATE TABLE IF NOT EXISTS blocks (last INTEGER PRIMARY KEY, digest TEXT, data BLOB);
 CREATE TABLE IF NOT EXISTS snapshots (turn INTEGER PRIMARY KEY, digest TEXT, data BLOB);
 """
+"""A commit is a row of `turns`, as it was named when the first of these files were written."""
 
 
 class _Row(NamedTuple):
@@ -42,7 +43,7 @@ class _Row(NamedTuple):
     data: bytes
 
 
-class TurnDatabase:
+class EventDatabase:
     """Database of the one buffer that writes the journal.
 
     Args:
@@ -53,8 +54,8 @@ class TurnDatabase:
         CheckpointError: It is malformed.
     """
 
-    def __init__(self, path: Path, synchronous: str, block_turns: int = BLOCK_TURNS) -> None:
-        self._block_turns = block_turns
+    def __init__(self, path: Path, synchronous: str, block_commits: int = BLOCK_COMMITS) -> None:
+        self._block_commits = block_commits
         self._database = _open_database(path, synchronous)
         extent = "SELECT COALESCE(MIN(id), 1), COALESCE(MAX(id), 0) FROM turns"
         try:
@@ -62,37 +63,37 @@ class TurnDatabase:
         except sqlite3.DatabaseError as error:
             self._database.close()
             raise _unreadable(error) from error
-        self._pack_at = self._first + 2 * block_turns - 1
+        self._pack_at = self._first + 2 * block_commits - 1
 
     def append(self, digest: str, data: bytes, time_s: float) -> None:
-        """Commit a turn. Raises sqlite3.OperationalError if the disk does not take it."""
+        """Commit these events. Raises sqlite3.OperationalError if the disk does not take it."""
         row = (digest, data, time_s)
         added = self._database.execute("INSERT INTO turns (digest, data, time_s) VALUES (?, ?, ?)", row)
         self._last = added.lastrowid or self._last
 
-    def turns(self, after: int = 0) -> Iterator[Turn]:
-        """Yield the turns after turn `after`.
+    def commits(self, after: int = 0) -> Iterator[Commit]:
+        """Yield the commits after commit `after`.
 
         Raises:
             CheckpointError: A checksum does not fit, or the database is malformed.
         """
-        return _read_turns(self._database, after)
+        return _read_commits(self._database, after)
 
     def newest_snapshot(self, counters: Counter[str]) -> tuple[int, dict[str, object] | None]:
-        """Return the newest whole snapshot and the turn that it was made after; 0 and None without one."""
+        """Return the newest whole snapshot and the commit that it was made after; 0 and None without one."""
         return _newest_snapshot(self._database, counters)
 
     def pack(self) -> None:
-        """Pack the oldest turns in a block, once there are turns for two.
+        """Pack the oldest commits in a block, once there are commits for two.
 
         Raises:
-            sqlite3.OperationalError: As `append`; the next try is when as many turns have come again.
+            sqlite3.OperationalError: As `append`; the next try is when as many commits have come again.
         """
         if self._last < self._pack_at:
             return
-        self._pack_at = self._last + self._block_turns
+        self._pack_at = self._last + self._block_commits
         query = "SELECT id, time_s, digest, data FROM turns ORDER BY id LIMIT ?"
-        found = self._database.execute(query, (self._block_turns,)).fetchall()
+        found = self._database.execute(query, (self._block_commits,)).fetchall()
         rows = _limited([_Row(*row) for row in found])
         last = rows[-1].number
         block = zlib.compress(msgpack.packb([(row.number, row.time_s, row.data) for row in rows]))
@@ -102,10 +103,10 @@ class TurnDatabase:
             fault_point("buffer.packing", last)
             self._database.execute("DELETE FROM turns WHERE id <= ?", (last,))
         self._first = last + 1
-        self._pack_at = self._first + 2 * self._block_turns - 1
+        self._pack_at = self._first + 2 * self._block_commits - 1
 
     def write_snapshot(self, values: Mapping[str, object]) -> None:
-        """Keep a snapshot of the ledger as it stands after the last turn. Raises as `append`."""
+        """Keep a snapshot of the ledger as it stands after the last commit. Raises as `append`."""
         data, digest = pack_snapshot(values)
         with self._transaction():
             row = (self._last, digest, data)
@@ -134,25 +135,25 @@ class TurnDatabase:
         self._database.close()
 
 
-def read_turns(folder: Path) -> list[Turn]:
-    """Return all turns of the journal in `folder`, whether or not a buffer is at work on it; write nothing.
+def read_commits(folder: Path) -> list[Commit]:
+    """Return all commits of the journal in `folder`, whether or not a buffer is at work on it; write nothing.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
     with _reading(folder) as database:
-        return list(_read_turns(database, 0))
+        return list(_read_commits(database, 0))
 
 
-def read_newest(folder: Path) -> tuple[dict[str, object] | None, list[Turn]]:
-    """Return the newest whole snapshot and the turns after it, as `read_turns` does all of them.
+def read_newest(folder: Path) -> tuple[dict[str, object] | None, list[Commit]]:
+    """Return the newest whole snapshot and the commits after it, as `read_commits` does all of them.
 
     Raises:
-        CheckpointError: As `read_turns`.
+        CheckpointError: As `read_commits`.
     """
     with _reading(folder) as database:
-        turn, values = _newest_snapshot(database, Counter())
-        return values, list(_read_turns(database, turn))
+        commit, values = _newest_snapshot(database, Counter())
+        return values, list(_read_commits(database, commit))
 
 
 @contextlib.contextmanager
@@ -168,10 +169,10 @@ def _reading(folder: Path) -> Iterator[sqlite3.Connection]:
         raise CheckpointError(f"the journal {path} cannot be read: {error}") from error
 
 
-def _read_turns(database: sqlite3.Connection, after: int) -> Iterator[Turn]:
+def _read_commits(database: sqlite3.Connection, after: int) -> Iterator[Commit]:
     try:
         for row in _read_rows(database, after):
-            yield Turn(row.number, row.time_s, unpack_turn(row.number, row.data, row.digest))
+            yield Commit(row.number, row.time_s, unpack_commit(row.number, row.data, row.digest))
     except sqlite3.DatabaseError as error:
         raise _unreadable(error) from error
 
@@ -184,7 +185,7 @@ def _read_rows(database: sqlite3.Connection, after: int) -> Iterator[_Row]:
     # A journal that is only read stays as it is, so it may be of an older format.
     time_s = "time_s" if "time_s" in _columns(database, "turns") else "NULL"
     query = f"SELECT id AS number, {time_s}, digest, data, FALSE FROM turns WHERE id > :after"
-    if _columns(database, "blocks"):  # one query: a buffer that packs meanwhile moves no turn past a reader
+    if _columns(database, "blocks"):  # one query: a buffer that packs meanwhile moves no commit past a reader
         query = f"{query} UNION ALL SELECT last, NULL, digest, data, TRUE FROM blocks WHERE last > :after"
     for last, time_s, digest, data, is_block in database.execute(
         f"{query} ORDER BY number", {"after": after}
@@ -200,13 +201,13 @@ def _unpack(last: int, digest: str, block: bytes) -> list[_Row]:
         found = []
     rows = [_Row(number, time_s, xxhash.xxh3_64_hexdigest(data), data) for number, time_s, data in found]
     if _digest(row.digest for row in rows) != digest:
-        what = f"the block of turns up to {last} of the journal is damaged: its checksum does not fit"
+        what = f"the block of commits up to {last} of the journal is damaged: its checksum does not fit"
         raise CheckpointError(what, hint="Restore the journal")
     return rows
 
 
 def _digest(digests: Iterable[str]) -> str:
-    """Return the digest of a block, which is that of its turns' own: a turn damaged earlier is found too."""
+    """Return the digest of a block, which is that of its commits' own, so that earlier damage is found."""
     return xxhash.xxh3_64_hexdigest("".join(digests).encode())
 
 
@@ -224,9 +225,9 @@ def _newest_snapshot(
     database: sqlite3.Connection, counters: Counter[str]
 ) -> tuple[int, dict[str, object] | None]:
     query = "SELECT turn, digest, data FROM snapshots ORDER BY turn DESC"
-    for turn, digest, data in database.execute(query).fetchall():
+    for commit, digest, data in database.execute(query).fetchall():
         try:
-            return turn, unpack_snapshot(data, digest)
+            return commit, unpack_snapshot(data, digest)
         except CheckpointError:  # an older one, or all the events, tell the same
             counters["damaged_snapshots"] += 1
     return 0, None
