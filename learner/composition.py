@@ -18,7 +18,7 @@ from learner.algorithms.objective import Objective, describe, make_objective
 from learner.backend import LearnerBackend, Models, Placement, ValueBackend
 from learner.batch_fetcher import BatchFetcher
 from learner.checkpoint import CheckpointStore
-from learner.leader import Leader
+from learner.leader.leader import Leader
 from learner.numerics.device import claim_device
 from learner.ranks import Ranks
 from learner.record.batch_store import FOLDER, BatchStore

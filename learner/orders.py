@@ -108,6 +108,39 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class StepOutcome:
+    """Result of a step's last `Train`, as rank 0 tells the leader.
+
+    Attributes:
+        stale_tickets, oversized_tickets, refused_tickets: Groups without a trainable token; with a row longer
+            than a microbatch; whose updates the guard refused.
+        lag_max: Largest lag of a trained token.
+        seen_ids: See `Publish`.
+        controllers: See `Restore`.
+    """
+
+    stale_tickets: Sequence[int] = ()
+    oversized_tickets: Sequence[int] = ()
+    refused_tickets: Sequence[int] = ()
+    lag_max: int = 0
+    seen_ids: list[int] = field(default_factory=list)
+    controllers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_untrainable(self) -> int:
+        """Groups that had no token to train."""
+        return len(self.stale_tickets) + len(self.oversized_tickets)
+
+    @property
+    def dropped(self) -> list[tuple[int, str]]:
+        """Groups that changed no weights, each with its reason."""
+        reasons = dict.fromkeys(self.refused_tickets, "guard")
+        reasons |= dict.fromkeys(self.oversized_tickets, "oversized")
+        reasons |= dict.fromkeys(self.stale_tickets, "stale")
+        return list(reasons.items())
+
+
+@dataclass(frozen=True)
 class Wait:
     """Nothing to do yet; keeps the ranks' collective from reaching its deadline."""
 

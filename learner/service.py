@@ -39,8 +39,8 @@ from learner.batching.probe import ProbeRows, measure_probe
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
 from learner.checkpoint.writer import BackgroundWriter
-from learner.leader import Leader
-from learner.orders import Adjust, Checkpoint, Finish, Order, Publish, Restore, Train, Wait
+from learner.leader.leader import Leader
+from learner.orders import Adjust, Checkpoint, Finish, Order, Publish, Restore, StepOutcome, Train, Wait
 from learner.ranks import Ranks
 from learner.record.recorder import Recorder, Recording
 from learner.report import (
@@ -81,13 +81,12 @@ class LearnerService:
         self._store = store
         self._weights_dir = weights_dir
         self._leader = leader
-        if leader is not None:
-            leader.controllers = objective.read_controllers()
         self._together = TogetherWriter(ranks)
         self._runtime = runtime or ThreadRuntime()
         self._writer = BackgroundWriter(ranks.rank, runtime=self._runtime)
         if leader is not None:
-            leader.keeper.has_marked = self._writer.has_marked
+            leader.outcome = StepOutcome(controllers=objective.read_controllers())
+            leader.checkpoints.keeper.has_marked = self._writer.has_marked
         self._watch = Stopwatch(self._runtime)
         self._recorder = recorder
         source = fetcher if recorder is None else Recording(fetcher, recorder)
@@ -116,17 +115,17 @@ class LearnerService:
             state=self._state,
             step=self._step,
             resumed_step=self._resumed_step,
-            last_evaluation=self._leader.last_evaluation if self._leader else 0,
+            last_evaluation=self._leader.publishing.last_evaluation if self._leader else 0,
             paused=self._leader is not None and self._leader.is_paused,
             torn=tuple(self._leader.torn) if self._leader else (),
-            checkpointed_step=self._leader.checkpointed_step if self._leader else 0,
+            checkpointed_step=self._leader.checkpoints.newest_step if self._leader else 0,
             findings=self._leader.findings if self._leader else (),
             obstacles=self._obstacles(),
         )
 
     def _obstacles(self) -> tuple[Obstacle, ...]:
         """Return why checkpoints cannot be written: by the leader's word, else by this rank's own."""
-        if self._leader is not None and (found := self._leader.failures.report()):
+        if self._leader is not None and (found := self._leader.checkpoints.failures.report()):
             return found
         problem = self._writer.problem
         return (Obstacle("", Cause.CHECKPOINT_FAILS, problem),) if problem else ()
@@ -225,12 +224,14 @@ class LearnerService:
         self._step = order.step + 1
         if self._leader is None:
             return
-        self._leader.stale_tickets = trained.stale_tickets
-        self._leader.oversized_tickets = trained.oversized_tickets
-        self._leader.refused_tickets = trained.refused_tickets
-        self._leader.seen_ids = trained.seen_ids
-        self._leader.lag_max = int(trained.metrics["staleness/lag_max_trained"])
-        self._leader.controllers = self._objective.read_controllers()
+        self._leader.outcome = StepOutcome(
+            trained.stale_tickets,
+            trained.oversized_tickets,
+            trained.refused_tickets,
+            int(trained.metrics["staleness/lag_max_trained"]),
+            trained.seen_ids,
+            self._objective.read_controllers(),
+        )
         self._record(order, trained)
 
     def _record(self, order: Train, trained: Trained) -> None:
@@ -250,13 +251,13 @@ class LearnerService:
             **throughput_metrics(order.num_tokens, total_s, self._ranks.world_size),
             "perf/learner_tokens_per_s": num_tokens / total_s,
             "weights/publish_s": stages.get("timing_s/update_weights", 0.0),
-            **self._leader.publisher_client.take_times().metrics(),
+            **self._leader.publishing.client.take_times().metrics(),
         }
-        row |= self._leader.keeper.take_metrics()
+        row |= self._leader.checkpoints.keeper.take_metrics()
         if self._recorder is not None:
-            self._recorder.remove_before(self._leader.oldest_kept_step)
+            self._recorder.remove_before(self._leader.checkpoints.oldest_kept_step)
             row |= self._recorder.take_metrics()
-        self._leader.keeper.note_metrics(self._step, row)
+        self._leader.checkpoints.keeper.note_metrics(self._step, row)
         self._rows.add(row | self._leader.judge(order.step, row, trained.num_refused))
 
     @cached_property
@@ -271,7 +272,7 @@ class LearnerService:
                 batch = self._probe_rows.build(order.seen_ids)
                 probe = measure_probe(self._policy, batch, self._config.rollout.temperature, every)
         with self._watch.time("update_weights"):
-            publisher_client = self._leader.publisher_client if self._leader is not None else None
+            publisher_client = self._leader.publishing.client if self._leader is not None else None
             version = PolicyVersion(order.number, order.step)
             publish_sharded(publisher_client, self._together, order.path, version, self._policy, probe)
         if (
@@ -286,7 +287,7 @@ class LearnerService:
     def _finish(self, order: Finish) -> None:
         self._state = ServiceState.FINISHING
         if self._recorder is not None and self._leader is not None:
-            oldest = self._leader.oldest_kept_step
+            oldest = self._leader.checkpoints.oldest_kept_step
             if oldest < self._step:  # the last checkpoint alone is kept: nothing would be left
                 self._recorder.remove_before(oldest)
         if order.is_complete:

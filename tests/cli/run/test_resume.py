@@ -31,7 +31,7 @@ from asyncrl.core.errors import CheckpointError, ConfigError
 from asyncrl.core.experience import encode_group
 from asyncrl.core.runtime.threads import ThreadEvent
 from learner.checkpoint import CheckpointStore, Commit
-from learner.leader import Leader
+from learner.leader.leader import Leader
 from learner.orders import Restore
 from tests.buffer.parts import GROUP_SIZE, make_group, serving
 from tests.planner.plan.model_folder import write_model_folder

@@ -32,7 +32,7 @@ from learner.checkpoint import CheckpointStore
 from learner.checkpoint.pieces import whole
 from learner.checkpoint.snapshot import KINDS, PieceState, Snapshot
 from learner.checkpoint.writer import BackgroundWriter
-from learner.leader import Leader
+from learner.leader.leader import Leader
 from learner.orders import Checkpoint, Order, Publish, Train, Wait
 from tests.buffer.parts import make_group
 from tests.control.scripted_fleet import ScriptedFleet
@@ -424,12 +424,12 @@ def test_a_paused_learner_takes_no_batch_after_its_step_and_may_be_asked_for_a_c
         following = [driver.step() for _ in range(4)]
         assert not any(isinstance(one, Train) for one in following), "there was another batch"
         assert driver.leader.step == 1 and learner.status().steps_trained == 1, "the step was booked"
-        driver.leader.asked_step = 1
+        driver.leader.checkpoints.asked_step = 1
         assert driver.until(Checkpoint) == Checkpoint(1)
-        for _ in itertools.takewhile(lambda _: driver.leader.checkpointed_step == 0, range(100)):
+        for _ in itertools.takewhile(lambda _: driver.leader.checkpoints.newest_step == 0, range(100)):
             assert isinstance(driver.step(), Wait)
-        assert driver.leader.checkpointed_step == 1 and learner.status().checkpoints == (1,)
-        assert driver.leader.asked_step is None
+        assert driver.leader.checkpoints.newest_step == 1 and learner.status().checkpoints == (1,)
+        assert driver.leader.checkpoints.asked_step is None
         driver.leader.is_paused = False
         assert isinstance(order, Train) and driver.until(Train).step == 1
 
@@ -437,11 +437,11 @@ def test_a_paused_learner_takes_no_batch_after_its_step_and_may_be_asked_for_a_c
 def test_a_checkpoint_that_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     with buffer_of(tmp_path) as service, clients_of(service) as (learner, _):
         driver = Driver(learner, tmp_path)
-        driver.leader.is_paused, driver.leader.asked_step = True, 0
+        driver.leader.is_paused, driver.leader.checkpoints.asked_step = True, 0
         driver.until(Checkpoint)
-        driver.leader.asked_step = 0
+        driver.leader.checkpoints.asked_step = 0
         assert not any(isinstance(driver.step(), Checkpoint) for _ in range(5))
-        assert driver.leader.asked_step is None
+        assert driver.leader.checkpoints.asked_step is None
 
 
 def test_a_checkpoint_asked_for_at_a_step_that_is_undone_is_written_when_the_step_is_done_again(
@@ -449,7 +449,7 @@ def test_a_checkpoint_asked_for_at_a_step_that_is_undone_is_written_when_the_ste
 ) -> None:
     with buffer_of(tmp_path) as service, clients_of(service) as (learner, replica):
         driver = Driver(learner, tmp_path)
-        driver.leader.asked_step = 1  # as if the guard had gone back from there to 0
+        driver.leader.checkpoints.asked_step = 1  # as if the guard had gone back from there to 0
         driver.until(Publish)
         assert not any(isinstance(driver.step(), Checkpoint) for _ in range(2)), "of a step before"
         for grant in lease(replica, want=2):

@@ -16,7 +16,7 @@ from learner.checkpoint.pieces import whole
 from learner.checkpoint.reader import StateReader
 from learner.checkpoint.snapshot import KINDS, PieceState, Snapshot
 from learner.checkpoint.writer import BackgroundWriter, CheckpointKeeper, await_marks
-from learner.leader import Leader
+from learner.leader.leader import Leader
 from tests.buffer.parts import make_store, serving
 
 WAIT_S = 30.0
@@ -231,7 +231,7 @@ def test_scores_are_taken_at_every_order_however_few_evaluations_the_buffer_tell
         client.register_version(0)
         leader = Leader(config, client, lambda token: None, store)
         for leader.step in range(4):
-            leader._order_evaluation()
+            leader.publishing.request_evaluation(leader.step)
             args = {"replica": "a", "version": 1, "metrics": {"accuracy": leader.step / 4}}
-            replica.call("evaluated", id=leader.last_evaluation, **args)
+            replica.call("evaluated", id=leader.publishing.last_evaluation, **args)
         assert store.scores() == {0: 0.0, 1: 0.25, 2: 0.5}, "the last one comes with the next order"

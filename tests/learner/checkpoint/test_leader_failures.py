@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.core.errors import CheckpointError, ConfigError, DeadlineExceeded, LedgerError
 from learner.batch_fetcher import BatchFetcher
-from learner.leader import Leader
-from learner.orders import Publish
+from learner.leader.leader import Leader
+from learner.orders import Publish, Wait
 from tests.control.supervisor.test_operations import Driver, buffer_of, clients_of
 
 
@@ -44,37 +44,38 @@ def test_a_way_back_that_the_journal_does_not_know_is_said_with_what_is_torn(lea
 
 
 def test_a_buffer_that_stays_away_longer_than_a_start_takes_ends_the_run(leader: Leader) -> None:
-    leader._client = refusing(DeadlineExceeded("no answer"))
-    assert leader._reserve() is None
-    leader._away_since -= leader._config.launcher.start_deadline_s
+    batches = leader._batches
+    batches._client = refusing(DeadlineExceeded("no answer"))
+    assert leader._next_batch() == Wait()
+    batches._away_since -= leader._config.launcher.start_deadline_s
     with pytest.raises(DeadlineExceeded):
-        leader._reserve()
+        leader._next_batch()
 
 
 def test_weights_that_the_publisher_did_not_take_stay_due(leader: Leader) -> None:
     assert [type(order) for order in leader._publish()] == [Publish]
-    assert leader._publishing.is_due(0)
+    assert leader.publishing._rules.is_due(0)
 
 
 def test_last_weights_that_find_no_buffer_are_told(
     leader: Leader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("learner.leader.LAST_PUBLISH_S", 0.0)
-    assert [type(order) for order in leader._publish_last()] == [Publish]  # nobody takes them
+    monkeypatch.setattr("learner.leader.publishing.LAST_PUBLISH_S", 0.0)
+    assert [type(order) for order in leader.publishing.publish_last(0, [])] == [Publish]  # nobody takes them
     assert "the weights of step 0 found no free buffer in 0 s" in caplog.text
 
 
 def test_a_checkpoint_that_is_not_written_in_time_is_an_error(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("learner.leader.WRITE_DEADLINE_S", 0.01)
+    monkeypatch.setattr("learner.leader.checkpoints.WRITE_DEADLINE_S", 0.01)
     goes_on = threading.Event()
     writing = threading.Thread(target=goes_on.wait)
     writing.start()
-    monkeypatch.setattr(leader.keeper, "_thread", writing)
+    monkeypatch.setattr(leader.checkpoints.keeper, "_thread", writing)
     try:
         with pytest.raises(CheckpointError, match=r"not written within 0\.01 s"):
-            leader._finish_checkpoint()
+            leader.checkpoints.finish()
     finally:
         goes_on.set()
         writing.join()
@@ -84,9 +85,9 @@ def test_a_checkpoint_that_finds_no_room_is_put_off(leader: Leader, monkeypatch:
     def refuse() -> bool:
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr(leader.keeper, "has_room", refuse)
-    assert list(leader._checkpoint_if(True)) == []
-    assert str(leader._unwritten) == "the disk is full"
+    monkeypatch.setattr(leader.checkpoints.keeper, "has_room", refuse)
+    assert list(leader.checkpoints.write_if(True, 0)) == []
+    assert str(leader.checkpoints._unwritten) == "the disk is full"
 
 
 def test_a_rollback_without_any_checkpoint_ends_the_run(leader: Leader) -> None:

@@ -13,9 +13,10 @@ import pytest
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.ledger.events import Checkpointed
 from asyncrl.core.errors import CheckpointError
-from learner import leader
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.writer import BackgroundWriter, CheckpointKeeper
+from learner.leader import checkpoints
+from learner.leader.leader import Leader
 from tests.learner.checkpoint.test_checkpoint_writer import WAIT_S, Journal, take
 from tests.learner.guard.guarded_run import NUM_STEPS, Faults, make_config, running
 from tests.small_disk import fill
@@ -25,7 +26,7 @@ from tests.weight_sync.cluster import running_cluster
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader, "WRITE_AGAIN_S", 0.0)
+    monkeypatch.setattr(checkpoints, "WRITE_AGAIN_S", 0.0)
 
 
 def full(number: int) -> None:
@@ -44,7 +45,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_one_of_a_later_step_is_
 
     def await_failure(update: int) -> bool:
         """Let the failure of step 3 be there before step 4 is done."""
-        sealer = run.leader.keeper._thread
+        sealer = run.leader.checkpoints.keeper._thread
         if update == 4 and sealer is not None:
             sealer.join(WAIT_S)
         return False
@@ -97,8 +98,8 @@ def test_a_rank_on_a_full_disk_says_so_at_once_and_rank_0_hears_it_when_there_is
 def test_a_disk_that_takes_no_folder_is_told_as_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
     with closing(LearnerClient("tcp://127.0.0.1:1")) as client:
-        one = leader.Leader(make_config(tmp_path), client, lambda token: None, store)
+        one = Leader(make_config(tmp_path), client, lambda token: None, store)
         (tmp_path / "checkpoints").rmdir()
-        assert not one._begin_checkpoint()
-    (told,) = one.failures.report()
+        assert not one.checkpoints._begin(0)
+    (told,) = one.checkpoints.failures.report()
     assert "step 0 could not be written: [Errno 2] No such file" in told.reason

@@ -28,7 +28,7 @@ from learner.batch_fetcher import BatchFetcher
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
 from learner.composition import open_recorder
-from learner.leader import Leader
+from learner.leader.leader import Leader
 from learner.megatron.backend import MegatronValueBackend
 from learner.ranks import Ranks
 from learner.service import LearnerService

@@ -554,7 +554,7 @@ def test_the_first_step_by_default_is_one_that_all_recorded_steps_follow(folder:
 def test_the_last_checkpoint_alone_does_not_empty_the_record(model: Path, recorded: Path, tmp_path: Path):
     with running_cluster() as own_cluster:
         run = go(model, own_cluster, tmp_path, SECTIONS | {"checkpoint": {"every_steps": 2, "keep": 1}})
-    assert run.leader.oldest_kept_step == 7
+    assert run.leader.checkpoints.oldest_kept_step == 7
     assert BatchStore(tmp_path / FOLDER).steps()[-1] == 6
     shutil.copy(recorded / "resolved.yaml", tmp_path)
     with pytest.raises(DataError) as caught:

@@ -102,7 +102,7 @@ def test_killed_within_a_step_the_next_learner_trains_the_same_parts_to_the_same
     model, cluster, tmp_path, streamed, step, num_groups, resumed_at
 ):
     def die(run: Run) -> None:
-        assert run.leader.keeper.commit_finished(60.0), "the checkpoint of step 2 was not written"
+        assert run.leader.checkpoints.keeper.commit_finished(60.0), "the checkpoint of step 2 was not written"
         raise Killed
 
     with pytest.raises(Killed):
@@ -121,8 +121,8 @@ def test_a_checkpoint_asked_for_within_a_step_is_written_though_the_rest_never_c
             run.learner.command(Pause())
             run.learner.command(WriteCheckpoint())
         if (step, num_groups) == (1, 2):
-            assert run.leader.keeper.commit_finished(60.0)
-            assert run.leader.checkpointed_step == 1, "it waits for groups that come after the pause"
+            assert run.leader.checkpoints.keeper.commit_finished(60.0)
+            assert run.leader.checkpoints.newest_step == 1, "it waits for groups that come after the pause"
             run.learner.command(Unpause())
 
     _, weights, _ = live(model, cluster, tmp_path, ask_and_look, stream=True)

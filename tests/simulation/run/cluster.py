@@ -20,7 +20,7 @@ from asyncrl.core.experience import Group, Trajectory
 from asyncrl.core.service_command import AnyCommand, DeregisterReplica, Pause, Unpause
 from learner.batch_fetcher import BatchFetcher
 from learner.checkpoint import CheckpointStore
-from learner.leader import Leader
+from learner.leader.leader import Leader
 from rollout_service.data.prompts import TokenizedPrompt
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.protocol import Sampling

@@ -18,7 +18,7 @@ from asyncrl.core import staleness as versions
 from asyncrl.core.errors import AsyncrlError, EngineError
 from asyncrl.core.staleness import UNLOADED
 from learner.checkpoint.store import CheckpointStore
-from learner.leader import Leader
+from learner.leader.leader import Leader
 from rollout_service.replica.leases import Evaluations
 from rollout_service.replica.states import State as ReplicaState
 from rollout_service.replica.weights import STAGED_WAIT_S, WeightSwaps

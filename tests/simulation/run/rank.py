@@ -17,8 +17,8 @@ from learner.batch_fetcher import BatchFetcher, FittingGroups
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
 from learner.checkpoint.writer import BackgroundWriter
-from learner.leader import Leader
-from learner.orders import Adjust, Checkpoint, Finish, Order, Publish, Restore, Train
+from learner.leader.leader import Leader
+from learner.orders import Adjust, Checkpoint, Finish, Order, Publish, Restore, StepOutcome, Train
 from tests.simulation.accounts.truth import ROOT
 from tests.simulation.kernel.runtime import SimRuntime
 from tests.simulation.run.judge import RunJudge
@@ -108,22 +108,18 @@ class PlayedRank:
             of_group = [versions.lag(step, steps[number]) for number in used if not is_masked[number]]
             lags += of_group
             stale += [] if of_group else [group.ticket]
-        self._leader.stale_tickets, self._leader.lag_max = stale, max(lags)
-        self._leader.oversized_tickets = self._source.take_left_out()
-        self._let_guard_look(step, [group.ticket for group in groups if group.ticket not in stale])
-
-    def _let_guard_look(self, step: int, tickets: list[int]) -> None:
-        """Tell the guard how the step was: at some steps, once in a run, its figures are not finite."""
+        tickets = [group.ticket for group in groups if group.ticket not in stale]
+        # At some steps, once in a run, the figures that the guard looks at are not finite.
         is_bad = step in self._scenario.rollbacks and self._judge.is_first_of(step)
-        self._leader.refused_tickets = tickets[:1] if is_bad and not self._scenario.is_forking else []
-        metrics = {"actor/grad_norm": math.nan if is_bad else 1.0}
-        self._leader.judge(step, metrics, len(self._leader.refused_tickets))
+        refused = tickets[:1] if is_bad and not self._scenario.is_forking else []
+        self._leader.outcome = StepOutcome(stale, self._source.take_left_out(), refused, max(lags))
+        self._leader.judge(step, {"actor/grad_norm": math.nan if is_bad else 1.0}, len(refused))
 
     def _publish(self, order: Publish) -> None:
         version, token = PolicyVersion(order.number, order.step), self._leader.token
         tensors = self._judge.make_weights(order.number, token, self.node)
         self._judge.begin_publish(self._runtime.process, token, order.number)
-        if self._leader.publisher_client.publish(version, tensors):
+        if self._leader.publishing.client.publish(version, tensors):
             self._judge.hear_publish(self._runtime.process, token, order.number)
 
 

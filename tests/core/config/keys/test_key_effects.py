@@ -41,7 +41,7 @@ from learner.algorithms.learning_rate import schedule_lr
 from learner.algorithms.objective import make_objective
 from learner.batching.batch import build_batch
 from learner.guard.guard import Guard
-from learner.leader import Leader
+from learner.leader.leader import Leader
 from learner.ranks import Ranks
 from learner.service import LearnerService
 from rollout_service import composition as rollout
@@ -184,7 +184,7 @@ def sync(config: Config, folder: Path) -> Any:
 
 
 def leader(config: Config, folder: Path) -> Any:
-    keeper = Leader(config, None, None, None).keeper  # type: ignore[arg-type]
+    keeper = Leader(config, None, None, None).checkpoints.keeper  # type: ignore[arg-type]
     return keeper._max_stall_s, keeper._best_metric
 
 

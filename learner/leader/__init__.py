@@ -1,0 +1,1 @@
+"""Rank 0's decisions: batches, publishes, checkpoints, rollbacks."""
