@@ -22,7 +22,8 @@ from weight_sync.memory.staging_area import StagingArea
 from weight_sync.protocol.rounds import Timing
 from weight_sync.protocol.slots import NUM_SLOTS
 from weight_sync.publisher import Endpoint, PublisherService
-from weight_sync.receiver import OnBucket, ReceiverService, ignore_bucket
+from weight_sync.receiving.inbound_rounds import OnBucket
+from weight_sync.receiving.receiver import ReceiverService, ignore_bucket
 
 COORDINATOR = "weight_sync.0"
 STORE_TIMEOUT = timedelta(seconds=30)

@@ -49,7 +49,9 @@ SYNC_FILES = (
     "weight_sync/protocol/protocol.py",
     "weight_sync/protocol/rounds.py",
     "weight_sync/publisher.py",
-    "weight_sync/receiver.py",
+    "weight_sync/receiving/inbound_rounds.py",
+    "weight_sync/receiving/receiver.py",
+    "weight_sync/receiving/replica_session.py",
 )
 
 RUN_FILES = (

@@ -19,7 +19,7 @@ from asyncrl.buffer.ledger.ledger import Ledger
 from tests.simulation.mutation import Mutant, Patch, always, mutated
 from weight_sync.coordination.order_queue import ReportLog
 from weight_sync.protocol.slots import Copies
-from weight_sync.receiver import ReceiverService
+from weight_sync.receiving.replica_session import ReplicaSession
 from weight_sync.transfer_executor import TransferExecutor
 
 UNIT = "unit"
@@ -35,11 +35,11 @@ def _repeat_nothing(self: LearnerClient, call: Any) -> Any:
     return call(self._deadline_s)
 
 
-def _believe_pins(self: ReceiverService, asked: Any, line: str) -> bool:
+def _believe_pins(self: ReplicaSession, asked: Any, line: str) -> bool:
     return line != "pins" and _IS_LATE(self, asked, line)
 
 
-_IS_LATE = ReceiverService._is_late
+_IS_LATE = ReplicaSession._is_late
 
 
 def _mutant(name: str, guard: str, *patches: tuple[Any, str, Any]) -> Mutant:
@@ -56,12 +56,12 @@ UNIT_MUTANTS = (
     _mutant(
         "late_calls",
         "a replica's call that comes late is not believed",
-        (ReceiverService, "_is_late", always(False)),
+        (ReplicaSession, "_is_late", always(False)),
     ),
     _mutant(
         "late_pins",
         "a pin that comes behind its unpin does not count",
-        (ReceiverService, "_is_late", _believe_pins),
+        (ReplicaSession, "_is_late", _believe_pins),
     ),
     _mutant(
         "hellos_numbered",

@@ -179,7 +179,7 @@ class Thread:
 
 
 class ModelReceiver(Peer):
-    """Does what `receiver.py` does, without sockets and threads."""
+    """Does what `ReceiverService` does, without sockets and threads."""
 
     def __init__(self, name: str, incarnation: str, started_ms: int, prefix: str) -> None:
         super().__init__(name, incarnation, started_ms)

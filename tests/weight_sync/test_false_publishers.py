@@ -24,7 +24,7 @@ from tests.weight_sync.protocol.test_protocol_peer import WAIT_S
 from weight_sync.composition import build_publisher, build_receiver
 from weight_sync.control_composition import build_coordinator
 from weight_sync.memory.segments import SHM_DIR
-from weight_sync.receiver import REPLICA_OPS
+from weight_sync.receiving.replica_session import REPLICA_OPS
 
 ORDERS = {
     "weight_sync.0": ("hello", "orders", "report", "status"),

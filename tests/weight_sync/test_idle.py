@@ -14,7 +14,7 @@ from weight_sync.memory.staging_area import StagingArea
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
 from weight_sync.publisher import Endpoint, PublisherService
-from weight_sync.receiver import ReceiverService
+from weight_sync.receiving.receiver import ReceiverService
 
 WATCHED_S, WAIT_S = 5.0, 30.0
 TIMING = Timing.of(60.0)

@@ -38,7 +38,7 @@ from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
 from weight_sync.publisher import Endpoint, PublisherService
 from weight_sync.publisher_client import PublisherClient
-from weight_sync.receiver import ReceiverService
+from weight_sync.receiving.receiver import ReceiverService
 
 HOSTS = {
     "buffer": "head",

@@ -6,7 +6,6 @@ from typing import Any
 
 from asyncrl.core.rpc.client import AsyncClient, Client
 from tests.simulation.mutation import Mutant, Patch, always
-from weight_sync import publisher, receiver
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.order_queue import OrderQueue
 from weight_sync.coordinator_session import CoordinatorSession
@@ -15,10 +14,10 @@ from weight_sync.memory.staging_area import Copy, StagingArea
 from weight_sync.protocol.members import Member
 from weight_sync.protocol.peer import CoordinatorEpoch, EpochCheck, Pin, RoundTracker
 from weight_sync.protocol.protocol import Coordination
+from weight_sync.publisher import PublisherService
 from weight_sync.publisher_client import PublisherClient
-
-ReceiverService = receiver.ReceiverService
-PublisherService = publisher.PublisherService
+from weight_sync.receiving.inbound_rounds import InboundRounds
+from weight_sync.receiving.replica_session import ReplicaSession
 
 
 def _open_any(self: SegmentPool, token: int) -> None:
@@ -77,14 +76,14 @@ def _fields(message: Any) -> dict[str, Any]:
     return {name: getattr(message, name) for name in message.__struct_fields__}
 
 
-_STAGING_INIT, _LOADED = StagingArea.__init__, ReceiverService._take_loaded
+_STAGING_INIT, _LOADED = StagingArea.__init__, ReplicaSession._take_loaded
 
 MUTANTS = (
     Mutant(
         "digests",
         "a bucket's digest is checked before a version counts as verified",
         "garbled",
-        (Patch(ReceiverService, "_verifier", _unverified),),
+        (Patch(InboundRounds, "_verifier", _unverified),),
     ),
     Mutant(
         "publisher_token",
@@ -129,7 +128,7 @@ MUTANTS = (
         "current_kept",
         "the current version is never given away, and a bucket's digest is checked (both guards)",
         "late_joiner",
-        (Patch(SegmentPool, "_free_slot", _free_any_slot), Patch(ReceiverService, "_verifier", _unverified)),
+        (Patch(SegmentPool, "_free_slot", _free_any_slot), Patch(InboundRounds, "_verifier", _unverified)),
     ),
     Mutant(
         "legacy",
@@ -148,7 +147,7 @@ MUTANTS = (
         "who was followed by another replica is not heard, and what it reads not written (both)",
         "zombie",
         (
-            Patch(ReceiverService, "_is_superseded", always(False)),
+            Patch(ReplicaSession, "_is_superseded", always(False)),
             Patch(StagingArea, "quarantine", always(None)),
         ),
     ),
@@ -186,7 +185,7 @@ MUTANTS = (
         "failed_loads",
         "a version whose load failed is loaded again",
         "refusing",
-        (Patch(ReceiverService, "_take_loaded", _stay_loaded),),
+        (Patch(ReplicaSession, "_take_loaded", _stay_loaded),),
     ),
     Mutant(
         "rounds_once",
@@ -198,13 +197,13 @@ MUTANTS = (
         "serving_told",
         "a receiver tells that its replica was started anew",
         "kill_replica",
-        (Patch(ReceiverService, "_note_serving", always(None)),),
+        (Patch(ReplicaSession, "_note_serving", always(None)),),
     ),
     Mutant(
         "aborts_end",
         "a transfer that was aborted gives its copy back",
         "general",
-        (Patch(PublisherService, "_abort", always(None)), Patch(ReceiverService, "_abort", always(None))),
+        (Patch(PublisherService, "_abort", always(None)), Patch(InboundRounds, "abort", always(None))),
     ),
     Mutant(
         "fences_end", "a fence is lifted by catching up", "silent", (Patch(Member, "catch_up", _never_lift),)

@@ -12,7 +12,7 @@ from tests.weight_sync.protocol.test_late_calls import receiver
 from weight_sync.memory import segments, staging_area
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
 from weight_sync.protocol.messages import Abort, Accepted, Failed, Offer
-from weight_sync.receiver import ReceiverService
+from weight_sync.receiving.receiver import ReceiverService
 
 __all__ = ["receiver"]
 PIECE_BYTES, NUM_PIECES = 4096, 5

@@ -12,7 +12,7 @@ from tests.runtimes import ManualRuntime
 from tests.weight_sync.protocol.test_turns import Asked
 from weight_sync import coordinator_session
 from weight_sync.memory.staging_area import StagingArea
-from weight_sync.receiver import ReceiverService
+from weight_sync.receiving.receiver import ReceiverService
 
 
 @pytest.fixture

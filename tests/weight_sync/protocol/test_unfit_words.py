@@ -24,7 +24,7 @@ from weight_sync.memory.staging_area import Copy
 from weight_sync.protocol.members import PublisherInfo
 from weight_sync.protocol.messages import Instruction, Offer, Transfer, Withdraw
 from weight_sync.publisher import SUPERSEDED, Endpoint, PublisherService
-from weight_sync.receiver import ReceiverService
+from weight_sync.receiving.receiver import ReceiverService
 from weight_sync.transfer_executor import TransferOrder
 
 __all__ = ["receiver"]
@@ -116,7 +116,7 @@ def test_a_receiver_refuses_an_order_that_is_none_for_it(receiver: ReceiverServi
 
 
 def test_an_offer_behind_its_abort_is_not_accepted(receiver: ReceiverService) -> None:
-    receiver._abort(9)
+    receiver._rounds.abort(9)
     receiver._carry_out(Offer(round=9, number=1), b"")
     assert receiver._session._reports.empty()
 
@@ -124,7 +124,7 @@ def test_an_offer_behind_its_abort_is_not_accepted(receiver: ReceiverService) ->
 def test_a_receiver_that_lacks_the_base_of_differences_counts_that(receiver: ReceiverService) -> None:
     manifest = manifest_of(3)
     copy = Copy(manifest, "", torch.zeros(manifest.total_bytes, dtype=torch.uint8))
-    receiver._carry_bucket(TransferOrder.of(TRANSFER), copy)
+    receiver._rounds._carry_bucket(TransferOrder.of(TRANSFER), copy)
     assert receiver.counters["missing_bases"] == 1
 
 

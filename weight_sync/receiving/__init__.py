@@ -1,0 +1,1 @@
+"""The receiver beside one engine: its rounds, its replica, the service."""

@@ -1,0 +1,222 @@
+"""Rounds that a receiver takes part in: memory for an offer, the transfer into it, its digests, its end.
+
+Owns the copies of open rounds and the transfers into them. A copy whose round was aborted stays out of use
+until the thread that may still write to it has ended. Invariant: only a copy whose digests all matched is
+put into the staging area as verified.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import xxhash
+
+from asyncrl.core.errors import AsyncrlError, SyncError, WireError
+from asyncrl.core.runtime.clock import Clock
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.staleness import UNLOADED
+from weight_sync.backends.contract import Transport
+from weight_sync.encoding.delta_codec import CarryBucket, DeltaReceiver, carry_whole
+from weight_sync.memory.manifest import Manifest, VersionBounds
+from weight_sync.memory.staging_area import Copy, StagingArea
+from weight_sync.protocol import messages as told
+from weight_sync.protocol.peer import RoundTracker, Stage
+from weight_sync.protocol.rounds import ABORTED
+from weight_sync.publisher import cut
+from weight_sync.transfer_executor import AfterBucket, Check, DigestMismatch, TransferExecutor, TransferOrder
+
+log = logging.getLogger(__name__)
+
+OnBucket = Callable[[int, int, torch.Tensor], None]
+"""Called with version number, bucket index and the received bytes, before they are verified."""
+
+
+@dataclass
+class _Incoming:
+    """A round that this receiver takes part in."""
+
+    round: int
+    copy: Copy
+    order: TransferOrder | None = None
+    num_buckets: int = 0
+    is_reserved: bool = False
+
+
+class InboundRounds:
+    """See the module. All methods but `longest_transfer_s` are called by one thread, the server's.
+
+    Args:
+        report: Tells the coordinator of an event.
+        call_soon: Has the server's thread make a call; any thread may ask.
+        on_bucket: See `OnBucket`.
+        on_end: Called after a transfer has ended: there may be a copy for the engine.
+    """
+
+    def __init__(
+        self,
+        staging: StagingArea,
+        make_transport: Callable[[], Transport],
+        report: Callable[[told.Event], None],
+        call_soon: Callable[[Callable[[], object]], None],
+        on_bucket: OnBucket,
+        on_end: Callable[[], None],
+        bounds: VersionBounds,
+        counters: Counter[str],
+        runtime: Runtime,
+    ) -> None:
+        self._staging = staging
+        self._transfers = TransferExecutor(runtime, make_transport)
+        self._report = report
+        self._call_soon = call_soon
+        self._on_bucket = on_bucket
+        self._on_end = on_end
+        self._bounds = bounds
+        self._counters = counters
+        self._clock: Clock = runtime
+        self._rounds = RoundTracker()
+        self._incoming: dict[int, _Incoming] = {}
+        self._transfer_starts: dict[int, float] = {}  # by round, while its thread runs, also after an abort
+        self._longest_transfer_s = 0.0
+
+    @property
+    def num_transfers(self) -> int:
+        """Transfers whose threads run."""
+        return len(self._transfer_starts)
+
+    def longest_transfer_s(self) -> float:
+        """Return how long the longest transfer took, those included that run."""
+        now, starts = self._clock.now(), list(self._transfer_starts.values())  # at once: any thread may ask
+        return max([self._longest_transfer_s, *(now - start for start in starts)])
+
+    def accept(self, round_id: int, manifest: bytes) -> None:
+        """Take part in an offered round once there is memory for it, or refuse it."""
+        is_new = self._rounds.offer(round_id)
+        if is_new:
+            try:
+                copy = self._staging.make_room(Manifest.from_bytes(manifest, bounds=self._bounds))
+            except (SyncError, WireError) as error:
+                self._rounds.abort(round_id)
+                self._refuse(round_id, error)
+                return
+            self._incoming[round_id] = _Incoming(round_id, copy)
+        incoming = self._incoming.get(round_id)
+        if incoming is not None and (is_new or incoming.is_reserved):  # else it is over, or being reserved
+            self._reserve(round_id)
+
+    def receive(self, order: TransferOrder) -> None:
+        """Begin the transfer of a round that was accepted."""
+        if not self._rounds.begin(order.round):
+            return  # aborted meanwhile, or the same order again
+        incoming = self._incoming[order.round]
+        incoming.order = order
+        fault_point("receiver.transfer", order.number)
+        self._transfer_starts[order.round] = self._clock.now()
+        copy = incoming.copy
+        buckets = cut(copy.bytes_B, copy.manifest)
+        verify = self._verifier(copy.manifest)
+
+        def after_bucket(index: int, bucket: torch.Tensor) -> Check | None:
+            check = verify(index, bucket)
+            incoming.num_buckets = index + 1
+            return check
+
+        self._transfers.carry(order, buckets, after_bucket, self._put_end, self._carry_bucket(order, copy))
+
+    def abort(self, round_id: int) -> None:
+        """Give a round up."""
+        stage = self._rounds.abort(round_id)
+        if stage is None:
+            return
+        incoming = self._incoming.pop(round_id)
+        self._counters["aborted"] += 1
+        if stage is Stage.OFFERED or incoming.order is None:
+            self._staging.give_back(incoming.copy)
+        else:
+            self._staging.abandon(round_id, incoming.copy)
+            self._transfers.abort(incoming.order.group.membership)
+        self._report(told.Failed(round_id, ABORTED, incoming.num_buckets))
+
+    def abort_all(self) -> None:
+        """Give up every round that is not over."""
+        for round_id in self._rounds.open_rounds:
+            self.abort(round_id)
+
+    def close(self) -> None:
+        """Give up the transfers, and free their groups."""
+        self._transfers.close()
+
+    def _reserve(self, round_id: int) -> None:
+        """Reserve the next piece of an offer's memory, and accept the offer once it has all.
+
+        Others are answered between two pieces: the coordinator would take a long silence for a death.
+        """
+        incoming = self._incoming.get(round_id)
+        if incoming is None:
+            return  # aborted meanwhile
+        try:
+            incoming.is_reserved = self._staging.reserve(incoming.copy)
+        except SyncError as error:
+            self._staging.give_back(self._incoming.pop(round_id).copy)
+            self._rounds.abort(round_id)
+            self._refuse(round_id, error)
+            return
+        if not incoming.is_reserved:
+            self._call_soon(partial(self._reserve, round_id))
+            return
+        fault_point("receiver.offer", incoming.copy.number)
+        self._report(told.Accepted(round_id))
+
+    def _refuse(self, round_id: int, error: AsyncrlError) -> None:
+        self._counters["refused_orders"] += 1
+        log.warning("cannot take part in round %d: %s", round_id, error)
+        self._report(told.Failed(round_id, f"refused: {error.message}"[: told.MAX_TEXT]))
+
+    def _carry_bucket(self, order: TransferOrder, copy: Copy) -> CarryBucket:
+        if order.base == UNLOADED:
+            return carry_whole
+        base = self._staging.find_base(order.base, copy.manifest.layout)
+        if base is None:
+            self._counters["missing_bases"] += 1
+        return DeltaReceiver(cut(base.bytes_B, base.manifest) if base is not None else None).carry
+
+    def _verifier(self, manifest: Manifest) -> AfterBucket:
+        number = manifest.version.number
+
+        def verify(index: int, bucket: torch.Tensor) -> None:
+            if xxhash.xxh3_128(bucket.numpy().data).hexdigest() != manifest.buckets[index].digest:
+                raise DigestMismatch(f"bucket {index} of version {number} is not what the learner wrote")
+
+        def after_bucket(index: int, bucket: torch.Tensor) -> Check:
+            fault_point("receiver.bucket", number, index)
+            self._on_bucket(number, index, bucket)
+            return partial(verify, index, bucket)
+
+        return after_bucket
+
+    def _put_end(self, order: TransferOrder, cause: str, message: str) -> None:
+        self._call_soon(partial(self._end, order, cause, message))
+
+    def _end(self, order: TransferOrder, cause: str, message: str) -> None:
+        took_s = self._clock.now() - self._transfer_starts.pop(order.round)
+        self._longest_transfer_s = max(self._longest_transfer_s, took_s)
+        if not self._rounds.end(order.round):  # aborted; only now is nobody writing into its segment
+            self._staging.end_abandoned(order.round)
+            self._on_end()
+            return
+        incoming = self._incoming.pop(order.round)
+        if cause:
+            self._counters[f"failed/{cause}"] += 1
+            log.warning("round %d with version %d failed: %s", order.round, order.number, message)
+            self._staging.give_back(incoming.copy)
+            self._report(told.Failed(order.round, cause, incoming.num_buckets))
+        else:
+            self._staging.put_verified(incoming.copy)
+            fault_point("receiver.verified", order.number)
+            self._report(told.Verified(order.round, order.number))
+        self._on_end()
