@@ -149,7 +149,7 @@ class Supervisor:
     def snapshot(self) -> Snapshot:
         """Return the snapshot that the CLI, the page and the API show."""
         statuses, config, obstacles = self._statuses, self._roster.config, self._lookout.present
-        learner = statuses.learner
+        learner, facts = statuses.learner, self.fleet.report.facts
         return Snapshot(
             run=config.run.name,
             run_id=self._roster.run_id,
@@ -166,7 +166,9 @@ class Supervisor:
             resumed_step=learner.resumed_step if learner is not None else 0,
             paused=self.operations.is_paused,
             metrics=self._rows.newest,
-            services={name: view_service(one, self.fleet.describe(name)) for name, one in statuses.items()},
+            services={
+                name: view_service(one, self.fleet.report.facts(name)) for name, one in statuses.items()
+            },
             bottleneck=diagnose(self._rows.newest, statuses, obstacles),
             obstacles=tuple(obstacles),
             events=tuple(self._events.newest(EVENTS_TOLD)),
@@ -271,7 +273,7 @@ class Supervisor:
 
     def _look_out(self) -> None:
         self._rows.write_rest()
-        error = self._rows.write_error or self.fleet.write_error
+        error = self._rows.write_error or self.fleet.file.write_error
         unwritten = f"{self._run_dir.path} cannot be written: {error}" if error else ""
         self._lookout.look(self._statuses, self._stall if self._watchdog.is_stalled else "", unwritten)
 

@@ -102,6 +102,7 @@ SUPERVISION_FILES = (
     "asyncrl/control/supervisor.py",
     "asyncrl/control/reconciler/actuator.py",
     "asyncrl/control/reconciler/reconciler.py",
+    "asyncrl/control/reconciler/report.py",
     "asyncrl/control/reconciler/status_events.py",
 )
 

@@ -7,7 +7,8 @@ on disk before they are performed, so a supervisor that takes over finds every s
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 
@@ -31,16 +32,16 @@ from asyncrl.control.fleet.messages import (
 )
 from asyncrl.control.fleet.rules import make_rules
 from asyncrl.control.fleet.saved import SavedMachine, SavedUnit, dump, refuse_newer, restore
-from asyncrl.control.fleet.units import LEARNER, Stage, Unit, key_of
+from asyncrl.control.fleet.units import LEARNER, key_of
 from asyncrl.control.machine.kernel import Kernel, LinuxKernel
 from asyncrl.control.ray.launcher import Launcher
 from asyncrl.control.reconciler.actuator import COMMAND_DEADLINE_S, ServiceActuator
+from asyncrl.control.reconciler.report import FleetReport
 from asyncrl.control.reconciler.status_events import at_home, events_of, in_order
 from asyncrl.control.record.events import EventLog, Kind
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
-from asyncrl.control.snapshot import ServiceFacts
 from asyncrl.core import service_command
 from asyncrl.core.errors import ConfigError, ServiceFailed
 from asyncrl.core.rpc.message import fields_of
@@ -55,12 +56,8 @@ STATUS_DEADLINE_S = 1.0
 LAST_STATUS_DEADLINE_S = 10.0
 SAVED_EVERY_S = 10.0
 """While a unit waits for its start."""
-DEAD, RETIRED = ServiceState.DEAD, ServiceState.RETIRED
-"""The states that a service is shown in between two incarnations; the second for minutes."""
 ENDED_AT_ONCE = ("rollout", "receiver", "learner", "publisher", "weight_sync")
 """Services that have nothing to hand over before the first step of this start of the run."""
-UNKNOWN = ServiceFacts()
-"""Of a service that no pulse has found yet."""
 
 
 class SavedBound(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -78,6 +75,38 @@ class SavedFleet(msgspec.Struct, frozen=True, kw_only=True):
     machine: SavedMachine
 
 
+class FleetFile:
+    """`fleet.json`. `write_error`: why it is not up to date, empty if it is: the disk is full."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = RunDir(run_dir).fleet
+        self.write_error = ""
+        self._settled: SavedFleet | None = None
+
+    def read(self, run_id: str) -> SavedFleet | None:
+        """Return the state that a supervisor of the run has left, None without one.
+
+        Raises:
+            ConfigError: A newer release has saved it.
+        """
+        found = read_json(self.path)
+        if found is None or found.get("run_id") != run_id:
+            return None
+        refuse_newer(found.get("machine"))
+        return msgspec.convert(found, SavedFleet)
+
+    def write(self, state: SavedFleet) -> None:
+        """Write the state if more than times has changed; a full disk is tried again at the next call."""
+        settled = _without_ages(state)
+        if settled == self._settled:
+            return
+        try:
+            write_json(self.path, msgspec.to_builtins(state))
+            self._settled, self.write_error = settled, ""
+        except OSError as error:
+            self.write_error = f"{error}"
+
+
 def rules_of(roster: Roster) -> FleetRules:
     """Return the deadlines and restart limits of a run's services."""
     return make_rules(roster.config, roster.num_learner_ranks, MAX_REPLICAS)
@@ -87,7 +116,7 @@ class FleetReconciler:
     """The services of a run.
 
     Attributes:
-        write_error: Why `fleet.json` is not up to date, empty if it is: the disk is full.
+        report, file: The report on the services, as of the last pulse; the saved state.
         ending: The outcome of the run, once it is being ended. It stays on disk: a supervisor that is started
             after this one died in its last moments must not begin the run anew.
     """
@@ -108,14 +137,10 @@ class FleetReconciler:
         self._runtime = runtime
         self._lock = runtime.lock()
         self._machine = FleetMachine(rules_of(roster), runtime.now())
-        self._path = RunDir(roster.run_dir).fleet
-        self._saved: SavedFleet | None = None
-        self.write_error = ""
-        self._stages: dict[str, Stage] = {}
+        self.file = FleetFile(roster.run_dir)
+        self.report = FleetReport(events)
         self._max_lag: int | None = None
         self._is_bound_told = False
-        self._facts: dict[str, ServiceFacts] = {}
-        self._failures: dict[str, str] = {}  # why a service failed last, until its unit is up again
         self._is_degraded = False
         self.ending: Outcome | None = None
 
@@ -174,10 +199,6 @@ class FleetReconciler:
             unit = self._machine.units.get(key_of(name))
             return unit.num_restarts if unit else 0
 
-    def describe(self, name: str) -> ServiceFacts:
-        """Return the facts of the last pulse about a service beyond its own status."""
-        return self._facts.get(name, UNKNOWN)
-
     # --- commands -------------------------------------------------------------------------
 
     def begin(self, replicas: int, standby: int) -> bool:
@@ -187,10 +208,8 @@ class FleetReconciler:
             ConfigError: A newer release has saved the state of the fleet.
         """
         with self._lock:
-            found = read_json(self._path)
-            if found is not None and found.get("run_id") == self._roster.run_id:
-                refuse_newer(found.get("machine"))
-                self._take_over(msgspec.convert(found, SavedFleet))
+            if (found := self.file.read(self._roster.run_id)) is not None:
+                self._take_over(found)
                 return True
             log.info("starting %d replicas and %d that stand by", replicas, standby)
             self._events.add("start", "run", f"the run starts with {replicas} replicas", replicas=replicas)
@@ -201,7 +220,8 @@ class FleetReconciler:
         """Set the wanted number of replicas; `why` is the autoscaler's reason. Returns the begun actions."""
         with self._lock:
             self._refuse_if_ending()
-            if replicas > self._machine.wanted and replicas > self._num_startable():
+            num_startable = MAX_REPLICAS - len(self._machine.leavers) - len(self._machine.standbys)
+            if replicas > max(self._machine.wanted, num_startable):
                 raise ConfigError(f"a run can have {MAX_REPLICAS} replicas at a time, and has")
             begun = self._describe_begun(self._apply(Wanted(replicas)))
         kind: Kind = "autoscale" if why else "scale"
@@ -254,23 +274,21 @@ class FleetReconciler:
             found = {name: self._explained(at_home(run_id, name, status)) for name, status in heard.items()}
             for name, status in found.items():
                 self._actuator.note_processes(name, status)
-            for name in self._apply_batch([*self._events_of(Statuses(found)), Tick()]):
+            events = events_of(run_id, Statuses(found), self._kernel.stopped_services)
+            for name in self._apply_batch([*events, Tick()]):
                 found.pop(name, None)
             self._repeat_promotions(Statuses(found))
-            self._tell_of_stages()
+            self.report.tell_stages(self._machine)
             self._tell_bound()
             self._save()
-            self._facts = {name: self._describe(name) for name in self._all_names()}
+            self.report.renew_facts(self._machine)
             self._is_degraded = self._machine.is_degraded or self._machine.is_short
-            return self._told(found)
-
-    def _events_of(self, found: Statuses) -> list[Event]:
-        return events_of(self._roster.run_id, found, self._kernel.stopped_services)
+            return self.report.complete(found, self._machine)
 
     def _explained(self, status: ServiceStatus) -> ServiceStatus:
         """Add the kernel's out-of-memory kills and refused processes to the reason why a service is gone."""
         why = self._kernel.recent(self._runtime.now())
-        if not why or status.state not in (ServiceState.FAILED, DEAD):
+        if not why or status.state not in (ServiceState.FAILED, ServiceState.DEAD):
             return status
         return msgspec.structs.replace(status, error=f"{status.error or 'it is gone'}; {why}")
 
@@ -322,7 +340,7 @@ class FleetReconciler:
         events: list[Event] = [event]
         while events:
             effects = self._machine.apply(events.pop(0), self._runtime.now())
-            self._tell_of_losses()
+            self.report.tell_losses(self._machine)
             if effects:
                 self._save()
             gone = [self._actuator.carry_out(effect, self._num_restarts(effect)) for effect in effects]
@@ -343,13 +361,6 @@ class FleetReconciler:
             renewed |= {effect.name for effect in effects if isinstance(effect, Start | Kill | End)}
         return renewed
 
-    def _tell_of_losses(self) -> None:
-        losses, self._machine.losses = self._machine.losses, []
-        for loss in losses:
-            log.warning("%s %s", loss.name, loss.reason)
-            self._failures[loss.name] = loss.reason.removeprefix("failed: ")
-            self._events.add("exit", loss.name, f"{loss.name} {loss.reason}")
-
     def _num_restarts(self, effect: Effect) -> int:
         unit = self._machine.units.get(key_of(effect.name)) if isinstance(effect, Start) else None
         return unit.num_restarts if unit else 0
@@ -365,7 +376,7 @@ class FleetReconciler:
         self._machine = restore(rules_of(self._roster), found.machine, self._runtime.now())
         self._max_lag, self.ending = found.bound.max_lag, found.ending
         living, known = self._launcher.adopt(), set(self._machine.names)
-        self._stages = self._machine.stages()
+        self.report.begin(self._machine)
         log.info("taking over %d services of %d", len(living & known), len(known))
         self._events.add("start", "supervisor.0", f"the supervisor takes over {len(living & known)} services")
         for name in sorted(living - known):  # to be ended, or to be started again, when the last one died
@@ -384,30 +395,7 @@ class FleetReconciler:
             ending=self.ending,
             machine=dump(self._machine),
         )
-        settled = _without_ages(state)
-        if settled != self._saved:
-            try:
-                write_json(self._path, msgspec.to_builtins(state))
-                self._saved, self.write_error = settled, ""
-            except OSError as error:  # a full disk: it is tried again in every pulse
-                self.write_error = f"{error}"
-
-    # --- telling --------------------------------------------------------------------------
-
-    def _tell_of_stages(self) -> None:
-        before, self._stages = self._stages, self._machine.stages()
-        for key, stage in self._stages.items():
-            if stage is not Stage.READY or before.get(key) in (Stage.READY, Stage.SUSPECT, None):
-                continue
-            self._tell_ready(key)
-
-    def _tell_ready(self, key: str) -> None:
-        unit = self._machine.units[key]
-        if unit.failed_at is None:
-            self._events.add("ready", key, f"{key} is ready")
-            return
-        took_s = round(self._machine.lived - unit.failed_at, 1)
-        self._events.add("ready", key, f"{key} is ready again, {took_s:g} s after it failed", took_s=took_s)
+        self.file.write(state)
 
     def _tell_bound(self) -> None:
         """Tell a buffer the bound that was tightened, until it has taken it."""
@@ -416,52 +404,6 @@ class FleetReconciler:
         elif self._max_lag is not None and not self._is_bound_told:
             self._is_bound_told = self._actuator.tighten(self._max_lag)
 
-    def _all_names(self) -> list[str]:
-        return [name for unit in self._machine.units.values() for name in unit.members]
-
-    def _describe(self, name: str) -> ServiceFacts:
-        silence_s, unit = self._machine.silence_of(name), self._machine.units[key_of(name)]
-        is_down = unit.members[name].is_down
-        back_in_s = unit.due - self._machine.lived if is_down and unit.due is not None else None
-        return ServiceFacts(
-            heartbeat_age_s=None if silence_s is None else round(silence_s, 1),
-            restarts=unit.num_restarts,
-            stage=self._stages.get(unit.key),
-            standby=unit.is_standby,
-            reason=unit.last_reason if is_down else "",
-            back_in_s=None if back_in_s is None else round(max(0.0, back_in_s), 1),
-        )
-
-    def _told(self, found: Mapping[str, ServiceStatus]) -> Statuses:
-        """Return the statuses with those that are between two incarnations, without those that have left."""
-        units = self._machine.units.values()
-        dead = {
-            member.name: self._describe_down(unit)
-            for unit in units
-            for member in unit.members.values()
-            if member.is_down
-        }
-        living = set(self._machine.names)
-        starting = ServiceStatus(state=ServiceState.STARTING)
-        told = {name: status for name, status in found.items() if name in living}
-        told |= {**dict.fromkeys(living - set(found), starting), **dead}
-        up = {name for unit in units if unit.is_up for name in unit.members}
-        self._failures = {
-            name: why for name, why in self._failures.items() if name in told and name not in up
-        }
-        again = {name: why for name, why in self._failures.items() if name not in dead}
-        failed = {name: msgspec.structs.replace(told[name], failure=why) for name, why in again.items()}
-        return Statuses(told | failed)
-
-    def _describe_down(self, unit: Unit) -> ServiceStatus:
-        """Return the status of a service without a process; that one is retired is an obstacle, `failure`."""
-        if not unit.is_retired:
-            return ServiceStatus(state=DEAD, error=unit.last_reason)
-        back_in_s = max(0.0, (unit.due or 0.0) - self._machine.lived)
-        why = f"{unit.last_reason}; it is retired, its restarts being spent, and started again in "
-        why += f"{back_in_s:.0f} s, or by 'asyncrl scale rollout={self._machine.wanted}'"
-        return ServiceStatus(state=RETIRED, error=unit.last_reason, failure=why)
-
     def _describe_begun(self, effects: list[Effect]) -> Begun:
         started = [one.name for one in effects if isinstance(one, Start) and one.name.startswith("rollout.")]
         promoted = [f"rollout.{one.index}" for one in effects if isinstance(one, Promote)]
@@ -469,17 +411,14 @@ class FleetReconciler:
         ended = [one.name for one in effects if isinstance(one, Kill) and one.name.startswith("rollout.")]
         return Begun(self._machine.wanted, (*promoted, *started), (*drained, *ended))
 
-    def _num_startable(self) -> int:
-        return MAX_REPLICAS - len(self._machine.leavers) - len(self._machine.standbys)
-
 
 def _without_ages(state: SavedFleet) -> SavedFleet:
     """Return the part of the saved state whose change requires a new write: times are left out."""
-    units = tuple(map(_settled, state.machine.units))
+    units = tuple(map(_settle, state.machine.units))
     return msgspec.structs.replace(state, machine=msgspec.structs.replace(state.machine, units=units))
 
 
-def _settled(unit: SavedUnit) -> SavedUnit:
+def _settle(unit: SavedUnit) -> SavedUnit:
     """Return a unit with times reduced to their presence, and its next start rounded."""
     due_in_s = None if unit.due_in_s is None else unit.due_in_s // SAVED_EVERY_S  # not waited for all anew
     return msgspec.structs.replace(

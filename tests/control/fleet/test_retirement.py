@@ -38,7 +38,7 @@ def test_a_replica_that_dies_once_too_often_is_retired_and_shown_so_until_it_is_
     run.launcher.gone.add("rollout.0")
     assert all(one.blocks for one in gather(run.pulse())), "no replica works"
     run.pulse()
-    facts = run.upkeep.describe("rollout.1")
+    facts = run.upkeep.report.facts("rollout.1")
     assert (facts.stage, facts.reason) == ("RETIRED", "gone: it was killed")
     assert facts.back_in_s is not None and 100.0 < facts.back_in_s <= 120.0
     (event,) = [event for event in run.events.newest(99) if event["kind"] == "retire"]
@@ -48,7 +48,7 @@ def test_a_replica_that_dies_once_too_often_is_retired_and_shown_so_until_it_is_
     assert run.upkeep.scale(2).started == ("rollout.1",)
     run.pulse()
     assert run.launcher.started == ["rollout.1", "receiver.1"]
-    assert run.upkeep.describe("rollout.1").reason == "" and not run.upkeep.is_degraded
+    assert run.upkeep.report.facts("rollout.1").reason == "" and not run.upkeep.is_degraded
     run.upkeep.stop(5.0, STOPPED)
 
 
@@ -71,6 +71,6 @@ def test_a_back_off_goes_on_under_the_next_supervisor_where_it_was(tmp_path: Pat
     second = Run(tmp_path, first.launcher)
     second.upkeep.begin(2, 0)
     second.pulse()
-    back_in_s = second.upkeep.describe("rollout.1").back_in_s
+    back_in_s = second.upkeep.report.facts("rollout.1").back_in_s
     assert back_in_s is not None and 50.0 < back_in_s < 75.0
     second.upkeep.stop(5.0, STOPPED)

@@ -108,7 +108,7 @@ def test_a_service_that_is_killed_is_started_again_while_the_others_go_on(run: R
     statuses = run.pulse()
     assert len(statuses) == 8 and not run.upkeep.is_degraded
     assert all(run.launcher.service(name) is service for name, service in others.items())
-    assert run.upkeep.describe(victim).restarts == 1
+    assert run.upkeep.report.facts(victim).restarts == 1
     assert ("exit", victim) in run.kinds()
     assert [kind for kind, _ in run.kinds()][-1] == "ready"
     assert all(("restart", name) in run.kinds() for name in fallen)
@@ -120,8 +120,8 @@ def test_what_the_last_life_reported_is_not_held_against_the_next(run: Run) -> N
     run.pulse()
     fallen = ["rollout.0", "receiver.0", "rollout.1", "receiver.1"]
     assert run.launcher.killed == run.launcher.started == fallen, "each once"
-    assert [run.upkeep.describe(f"rollout.{index}").restarts for index in (0, 1)] == [1, 1]
-    assert run.upkeep.describe("receiver.0").stage == "STARTING", "its READY was of the one before"
+    assert [run.upkeep.report.facts(f"rollout.{index}").restarts for index in (0, 1)] == [1, 1]
+    assert run.upkeep.report.facts("receiver.0").stage == "STARTING", "its READY was of the one before"
 
 
 def test_ranks_that_fall_together_are_started_again_once(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_ranks_that_fall_together_are_started_again_once(tmp_path: Path) -> None
     run.launcher.gone |= {"learner.0", "learner.1"}
     run.pulse()
     assert run.launcher.killed == run.launcher.started == ["learner.0", "learner.1"]
-    assert run.upkeep.describe("learner.0").restarts == 1
+    assert run.upkeep.report.facts("learner.0").restarts == 1
     run.upkeep.stop(5.0, STOPPED)
 
 
@@ -335,7 +335,7 @@ def test_a_status_is_given_while_a_pulse_or_the_end_takes_its_time(run: Run) -> 
     given: list[tuple[str, bool]] = []
 
     def look() -> None:
-        given.append((run.upkeep.describe("buffer.0").stage, run.upkeep.is_degraded))
+        given.append((run.upkeep.report.facts("buffer.0").stage, run.upkeep.is_degraded))
 
     def look_and_ask() -> None:
         look()
@@ -380,7 +380,7 @@ def test_at_a_take_over_a_replica_is_started_again_once_when_all_of_it_is_dead(t
     assert asked[:1] == [sorted([*CORE, "rollout.0", "receiver.0"])], "where they live is known before"
     assert first.launcher.started == ["rollout.1", "receiver.1"]
     second.pulse()
-    assert second.upkeep.describe("rollout.1").restarts == 1
+    assert second.upkeep.report.facts("rollout.1").restarts == 1
     second.upkeep.stop(5.0, STOPPED)
 
 

@@ -16,7 +16,8 @@ from asyncrl.control.operations import Operations
 from asyncrl.control.reconciler import reconciler as keeper
 from asyncrl.control.reconciler import status_events as reading
 from asyncrl.control.reconciler.actuator import ServiceActuator
-from asyncrl.control.reconciler.reconciler import FleetReconciler, SavedFleet
+from asyncrl.control.reconciler.reconciler import FleetFile, FleetReconciler, SavedFleet
+from asyncrl.control.reconciler.report import FleetReport
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.rows.collector import RowCollector
 from asyncrl.control.supervisor import Supervisor
@@ -37,8 +38,8 @@ def _tell_no_promotion(self: ServiceActuator, index: int, command: Any) -> Any:
     return None if isinstance(command, Promote) else _TELL(self, index, command)
 
 
-def _tell_nobody(self: FleetReconciler) -> None:
-    self._machine.losses = []
+def _tell_nobody(self: FleetReport, fleet: FleetMachine) -> None:
+    fleet.losses = []
 
 
 def _finish_for_now(self: FleetReconciler) -> None:
@@ -67,7 +68,7 @@ def _write_once(self: EventLog) -> None:
 
 
 def _start_anew(self: FleetReconciler, replicas: int, standby: int) -> bool:
-    self._path.unlink(missing_ok=True)
+    self.file.path.unlink(missing_ok=True)
     return _BEGIN(self, replicas, standby)
 
 
@@ -106,7 +107,7 @@ MUTANTS = (
         "fleet_saved",
         "what the machine has come to is on disk before it is done",
         "successor",
-        (FleetReconciler, "_save", always(None)),
+        (FleetFile, "write", always(None)),
     ),
     _mutant(
         "stop_taken_down",
@@ -124,7 +125,7 @@ MUTANTS = (
         "losses_told",
         "each death is among the events",
         "deaths",
-        (FleetReconciler, "_tell_of_losses", _tell_nobody),
+        (FleetReport, "tell_losses", _tell_nobody),
     ),
     _mutant(
         "events_kept",
