@@ -166,9 +166,7 @@ class Supervisor:
             resumed_step=learner.resumed_step if learner is not None else 0,
             paused=self.operations.is_paused,
             metrics=self._rows.newest,
-            services={
-                name: view_service(one, self.fleet.report.facts(name)) for name, one in statuses.items()
-            },
+            services={name: view_service(one, facts(name)) for name, one in statuses.items()},
             bottleneck=diagnose(self._rows.newest, statuses, obstacles),
             obstacles=tuple(obstacles),
             events=tuple(self._events.newest(EVENTS_TOLD)),
