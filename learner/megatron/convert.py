@@ -10,11 +10,13 @@ then its share of `up`; qkv interleaves by key/value group: q of the group, its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
+
+from learner.megatron.groups import RankGroups
 
 _LAYER_PREFIX = "decoder.layers."
 _QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
@@ -113,6 +115,44 @@ def export_shapes(
             shape[0] = vocab_size
         for hugging_face, tensor in to_hugging_face(name, torch.empty(shape, device="meta"), config):
             yield hugging_face, tuple(tensor.shape)
+
+
+class WholeTensors:
+    """The Hugging Face tensors of the whole model, of which every rank has its share in `chunks`."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        config: TransformerConfig,
+        vocab_size: int,
+        groups: RankGroups,
+        dtype: torch.dtype,
+    ) -> None:
+        self._chunks, self._config, self._vocab_size = chunks, config, vocab_size
+        self._groups, self._dtype = groups, dtype
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all tensors of the model, stage by stage. Collective over stages and their tensor ranks."""
+        num_stages = self._groups.pp.size()
+        for chunk in self._chunks:
+            for stage in range(num_stages):
+                mine = export_chunk(chunk, self._config, self._vocab_size, self._groups.tp)
+                yield from mine if num_stages == 1 else self._share(chunk, stage, mine)
+
+    def _share(
+        self, chunk: torch.nn.Module, stage: int, mine: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a stage's `chunk` on all stages."""
+        groups = self._groups
+        is_owner = groups.pp.rank() == stage
+        shapes = export_shapes(chunk, self._config, self._vocab_size, groups.tp.size())
+        table = groups.share_table_from(stage, list(shapes) if is_owner else None)
+        assert isinstance(table, list)
+        for name, shape in table:
+            tensor = (
+                next(mine)[1] if is_owner else torch.empty(shape, dtype=self._dtype, device=groups.device)
+            )
+            yield name, groups.share_from(stage, tensor.contiguous())
 
 
 def cut(name: str, full: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:

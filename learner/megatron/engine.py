@@ -84,7 +84,11 @@ class Engine:
                 self._architecture, self._parallelism, self._dtype, self._groups.device
             )
             self._chunks = self._load_chunks()
-            self._exported = ExportedParts(self._chunks, self._transformer, self._architecture.vocab_size)
+            vocab_size = self._architecture.vocab_size
+            self._exported = ExportedParts(self._chunks, self._transformer, vocab_size)
+            self._whole = convert.WholeTensors(
+                self._chunks, self._transformer, vocab_size, self._groups, self._dtype
+            )
             self._updates: Updates | None = None
             self._state: TrainingState | None = None
             if is_frozen:
@@ -136,7 +140,7 @@ class Engine:
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._sync_parameters()
-        return self._export()
+        return self._whole.read()
 
     def named_parts(self) -> tuple[Part, ...]:
         self._sync_parameters()
@@ -145,9 +149,9 @@ class Engine:
     def save_hf(self, folder: Path) -> None:
         self._sync_parameters()
         if dist.get_rank() == 0:
-            pretrained.write_folder(self._source, folder, self._export(), self._dtype)
+            pretrained.write_folder(self._source, folder, self._whole.read(), self._dtype)
         elif self.dp_rank == 0 and self._groups.cp.rank() == 0:
-            for _ in self._export():
+            for _ in self._whole.read():
                 pass
         dist.barrier()
 
@@ -179,7 +183,7 @@ class Engine:
             return torch.zeros(num_columns, 0)
 
         def run() -> tuple[Sequence[PackedBatch], list[torch.Tensor]]:
-            parts = self._split(batch)
+            parts = self._schedule.split(batch, self._max_tokens)
             return parts, self._schedule.forward(parts, has_squares=has_squares)
 
         parts, outputs = self._run_again(batch, run)
@@ -234,7 +238,8 @@ class Engine:
             found: list[Mapping[str, torch.Tensor]] = []
             for part in wanted:
                 reduces = is_last and part is parts[-1]
-                found = self._schedule.train(self._split(part), loss_fn, scale, reduces=reduces)
+                microbatches = self._schedule.split(part, self._max_tokens)
+                found = self._schedule.train(microbatches, loss_fn, scale, reduces=reduces)
             return found
 
         return self._run_again(parts[-1], run)
@@ -262,7 +267,9 @@ class Engine:
         return self._updates
 
     def _load_chunks(self) -> list[torch.nn.Module]:
-        read = pretrained.PretrainedTensors(self._source, zeros=self._missing_tensors()).read
+        # A policy has no value head, and that of a new value model starts at zero.
+        head = {"score.weight": (1, self._architecture.hidden_size)} if self._kind == "value" else {}
+        read = pretrained.PretrainedTensors(self._source, zeros=head).read
         chunks: list[torch.nn.Module] = []
         for index in range(self._parallelism.vpp):
             stage = index if self._parallelism.vpp > 1 else None
@@ -276,10 +283,6 @@ class Engine:
             chunks.append(chunk)
         return chunks
 
-    def _missing_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return what a model folder may lack: a policy has no value head, and a new one starts at zero."""
-        return {"score.weight": (1, self._architecture.hidden_size)} if self._kind == "value" else {}
-
     def _prepare_updates(self) -> list[torch.nn.Module]:
         """Make gradient buffers and optimizer; return the chunks wrapped in them."""
         self._updates = Updates(self._chunks, self._transformer, self._config, self._dtype)
@@ -288,49 +291,9 @@ class Engine:
         )
         return list(self._updates.chunks)
 
-    def _split(self, batch: PackedBatch) -> Sequence[PackedBatch]:
-        """Return the microbatches: enough for every stage to have work, if there are rows enough.
-
-        One that is empty stands for an empty share: there is a pass to take part in.
-        """
-        budget, pp = self._max_tokens, self._parallelism.pp
-        parts = batch.balance_microbatches(budget)
-        multiple = pp if self._parallelism.vpp > 1 else 1
-        wanted = min(max(pp, -(-len(parts) // multiple) * multiple), batch.num_rows)
-        if len(parts) < wanted:
-            parts = batch.balance_microbatches(budget, min_parts=wanted)
-        return parts or [batch]
-
     def _sync_parameters(self) -> None:
         if self._updates is not None:
             self._updates.sync_parameters()
-
-    def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors of the model, stage by stage. Collective over stages and their tensor ranks."""
-        for index in range(self._parallelism.vpp):
-            for stage in range(self._parallelism.pp):
-                mine = convert.export_chunk(
-                    self._chunks[index], self._transformer, self._architecture.vocab_size, self._groups.tp
-                )
-                yield from mine if self._parallelism.pp == 1 else self._share_chunk(index, stage, mine)
-
-    def _share_chunk(
-        self, index: int, stage: int, mine: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of chunk `index` of a stage on all stages."""
-        is_owner = self._groups.pp.rank() == stage
-        shapes = convert.export_shapes(
-            self._chunks[index], self._transformer, self._architecture.vocab_size, self._groups.tp.size()
-        )
-        table = self._groups.share_table_from(stage, list(shapes) if is_owner else None)
-        assert isinstance(table, list)
-        for name, shape in table:
-            tensor = (
-                next(mine)[1]
-                if is_owner
-                else torch.empty(shape, dtype=self._dtype, device=self._groups.device)
-            )
-            yield name, self._groups.share_from(stage, tensor.contiguous())
 
     def _step_optimizer(self, metrics: Mapping[str, float], scale: float) -> dict[str, float]:
         lr = schedule_lr(self._lr, self._num_updates // self._config.minibatches, self._config)

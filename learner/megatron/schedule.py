@@ -56,6 +56,18 @@ class Schedule:
         self.is_reducing, self._reduces = False, True
         config.finalize_model_grads_func = self._finalize_gradients
 
+    def split(self, batch: PackedBatch, max_tokens: int) -> Sequence[PackedBatch]:
+        """Return the microbatches: enough for every stage to have work, if there are rows enough.
+
+        One that is empty stands for an empty share: there is a pass to take part in.
+        """
+        pp, multiple = self._groups.pp.size(), self._num_multiple
+        parts = batch.balance_microbatches(max_tokens)
+        wanted = min(max(pp, -(-len(parts) // multiple) * multiple), batch.num_rows)
+        if len(parts) < wanted:
+            parts = batch.balance_microbatches(max_tokens, min_parts=wanted)
+        return parts or [batch]
+
     def train(
         self, microbatches: Sequence[PackedBatch], loss_fn: ColumnsLoss, scale: float, *, reduces: bool = True
     ) -> list[Mapping[str, torch.Tensor]]:
