@@ -1,8 +1,8 @@
 """Shape check of the code: prints its figures and fails on each exceeded limit (standard library only).
 
-`python tools/shape.py FOLDER...` counts lines of functions and files, files per folder, and how
-deep control flow is nested inside a function. Files under a folder `tests` may be longer. A module
-docstring must not begin with a question word.
+`python tools/shape.py FOLDER...` counts lines of functions, classes and files, files per folder, methods
+per class, and how deep control flow is nested inside a function. Files under a folder `tests` may be longer,
+and the classes in them. A module docstring must not begin with a question word.
 """
 
 from __future__ import annotations
@@ -19,6 +19,22 @@ MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 500
 MAX_TEST_FILE_LINES = 600
 MAX_NESTING = 3
+MAX_CLASS_LINES = 300
+MAX_METHODS = 30
+LONG_CLASSES = {
+    # One state machine each: nearly every method reads and changes the same two or three fields.
+    "LedgerState": (400, 47),  # applies events to tickets
+    "Coordination": (400, 42),  # members, rounds and the permits to swap
+    "FleetMachine": (380, 40),  # units of services
+    # One facade each: its state lies in parts that are classes already; a method is a command or a call.
+    "Ledger": (370, 30),  # commands of the learner
+    "ReplicaCommands": (370, 35),  # commands of replicas, the base of `Ledger`
+    "RedisJournal": (360, 33),  # link, health, payloads; one protocol of turns over them
+    "CoordinatorService": (330, 30),  # calls of peers to `Coordination`
+    "Supervisor": (330, 30),  # a run from its begin to its end
+    "ExperienceStore": (330, 30),  # ledger and journal, kept together
+}
+"""Classes that have one job and are longer: the most lines and methods they may have. None is added."""
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc"}
 QUESTION_WORDS = {"what", "who", "how", "when", "where", "why", "which", "whether"}
 """First words of a module docstring that asks a question where it should say what the module is."""
@@ -38,12 +54,28 @@ class Function:
 
 
 @dataclass(frozen=True)
+class Class:
+    """One class: where it stands, its lines and its methods."""
+
+    where: str
+    name: str
+    num_lines: int
+    num_methods: int
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The most lines and methods that it may have."""
+        return LONG_CLASSES.get(self.name, (MAX_CLASS_LINES, MAX_METHODS))
+
+
+@dataclass(frozen=True)
 class File:
-    """One file, its functions and the first word of its docstring."""
+    """One file, its functions, its classes and the first word of its docstring."""
 
     path: Path
     num_lines: int
     functions: tuple[Function, ...]
+    classes: tuple[Class, ...] = ()
     first_word: str = ""
 
     @property
@@ -60,8 +92,18 @@ def measure_file(path: Path) -> File:
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
     )
+    classes = tuple(
+        Class(f"{path}:{node.lineno}", node.name, node.end_lineno - node.lineno + 1, num_methods(node))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.end_lineno is not None
+    )
     docstring = re.match(r"\w+", ast.get_docstring(tree) or "")
-    return File(path, len(text.splitlines()), functions, docstring.group() if docstring else "")
+    return File(path, len(text.splitlines()), functions, classes, docstring.group() if docstring else "")
+
+
+def num_methods(node: ast.ClassDef) -> int:
+    """Return how many functions a class defines, properties among them."""
+    return sum(isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) for one in node.body)
 
 
 def nesting_of(body: Sequence[ast.AST]) -> int:
@@ -95,6 +137,11 @@ def violations(file: File) -> Iterator[str]:
             yield f"{name} has {function.num_lines} lines, at most {MAX_FUNCTION_LINES}"
         if function.nesting > MAX_NESTING:
             yield f"{name} nests {function.nesting} deep, at most {MAX_NESTING}"
+    for one in () if file.is_test else file.classes:
+        most_lines, most_methods = one.limits
+        if one.num_lines > most_lines or one.num_methods > most_methods:
+            size, most = f"{one.num_lines} lines, {one.num_methods} methods", f"{most_lines}, {most_methods}"
+            yield f"{one.where}: {one.name} has {size}, at most {most}: take out a job that has its own state"
 
 
 def figures(title: str, files: Sequence[File]) -> Iterator[str]:
@@ -104,6 +151,7 @@ def figures(title: str, files: Sequence[File]) -> Iterator[str]:
     largest = max(folders, key=lambda folder: folders[folder], default="-")
     yield f"{title}: {len(files)} files, {len(functions)} functions"
     yield f"  function lines  {distribution([function.num_lines for function in functions])}"
+    yield f"  class lines     {distribution([one.num_lines for file in files for one in file.classes])}"
     yield f"  file lines      {distribution([file.num_lines for file in files])}"
     yield f"  folder files    max {folders[largest]} ({largest})"
     yield f"  nesting         max {max((function.nesting for function in functions), default=0)}"

@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 import shape
 
+from tests.setup.lint.test_rooms import ROOT, SHIPPED
+
 
 def depth(text):
     return shape.nesting_of(ast.parse(text).body)
@@ -56,6 +58,35 @@ def test_a_method_may_nest_3_deep(tmp_path):
     text = "class A:\n async def f(self):\n  if a:\n   if b:\n    if c:\n     if d:\n      x\n"
     assert complaints(tmp_path, "a.py", text) == ["a.py:2: f nests 4 deep, at most 3"]
     assert complaints(tmp_path, "a.py", text.replace("if d:", "with d:")) == []
+
+
+def test_a_class_may_have_300_lines_and_30_methods(tmp_path):
+    body, method = "    x = 1\n", "    def f(self): ...\n"
+    most = "at most 300, 30: take out a job that has its own state"
+    assert complaints(tmp_path, "a.py", "class A:\n" + body * 299) == []
+    long = complaints(tmp_path, "a.py", "class A:\n" + body * 300)
+    assert long == [f"a.py:1: A has 301 lines, 0 methods, {most}"]
+    assert complaints(tmp_path, "a.py", "class A:\n" + method * 30) == []
+    broad = complaints(tmp_path, "a.py", "class A:\n" + method * 31)
+    assert broad == [f"a.py:1: A has 32 lines, 31 methods, {most}"]
+
+
+def test_a_long_class_that_is_listed_has_a_limit_of_its_own_and_one_of_a_test_has_none(tmp_path, monkeypatch):
+    monkeypatch.setitem(shape.LONG_CLASSES, "A", (310, 2))
+    body = "    x = 1\n"
+    assert complaints(tmp_path, "a.py", "class A:\n" + body * 309) == []
+    (complaint,) = complaints(tmp_path, "a.py", "class A:\n" + body * 310)
+    assert "A has 311 lines, 0 methods, at most 310, 2" in complaint
+    assert complaints(tmp_path, "tests/a.py", "class A:\n" + body * 310) == []
+
+
+def test_a_class_that_is_no_longer_long_is_listed_no_more():
+    files = [shape.measure_file(path) for top in SHIPPED for path in (ROOT / top).rglob("*.py")]
+    found = [one for file in files for one in file.classes if one.name in shape.LONG_CLASSES]
+    assert sorted(one.name for one in found) == sorted(shape.LONG_CLASSES), "one of each name"
+    for one in found:
+        assert one.num_lines > shape.MAX_CLASS_LINES, f"{one.name} needs no line of its own"
+        assert one.num_lines > one.limits[0] - 30, f"{one.name} keeps what it has gained: lower its limit"
 
 
 def test_a_module_name_that_says_nothing_is_refused(tmp_path):
