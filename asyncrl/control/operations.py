@@ -19,12 +19,14 @@ import msgspec
 
 from asyncrl.control.api import operations as api
 from asyncrl.control.api.server import Answer, Route
+from asyncrl.control.fleet.autoscaler import autoscaler_of
 from asyncrl.control.machine.resources import check_replicas
 from asyncrl.control.reconciler.reconciler import FleetReconciler
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, Refused, RemoteError, ServiceFailed, WireError
+from asyncrl.core.metrics.metric import Row
 from asyncrl.core.rpc.message import Message, fields_of, read_message
 from asyncrl.core.runtime.interface import Event, Lock
 from asyncrl.core.service import read_paused, write_paused
@@ -270,3 +272,31 @@ def _as_refusal() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise Refused(error.message, hint=error.hint) from error
+
+
+class Autoscaling:
+    """Carries out the autoscaler's decisions, as an operator's would be; says once why one is refused."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._autoscaler = autoscaler_of(operations.roster.config)
+        self._refusal = ""
+
+    def look(self, rows: Sequence[Row], now: float) -> None:
+        """Have the learner's newest `rows` judged while the run is at work, and scale it as decided."""
+        run, fleet = self._operations, self._operations.fleet
+        if self._autoscaler is None or run.lifecycle.state != RunState.RUNNING or run.is_paused:
+            return
+        decision = self._autoscaler.decide(now, fleet.wanted, fleet.num_ready, rows)
+        if decision is None:
+            return
+        try:
+            run.check_room(decision.replicas)
+            fleet.scale(decision.replicas, why=decision.reason)
+            self._refusal = ""
+        except ConfigError as error:  # no room, or all indices are taken by leavers; it asks again
+            text = f"not scaled to {decision.replicas} replicas: {error.message}"
+            if text != self._refusal:
+                self._refusal = text
+                log.warning("%s", text)
+                run.events.add("autoscale", "rollout", text)

@@ -20,10 +20,9 @@ from asyncrl.buffer.ledger.tickets import DropReason
 from asyncrl.control.diagnosis.lookout import Lookout, Notices, why_unsaved, would_repeat
 from asyncrl.control.diagnosis.waits import diagnose
 from asyncrl.control.diagnosis.watchdog import Watchdog
-from asyncrl.control.fleet.autoscaler import autoscaler_of
 from asyncrl.control.fleet.units import STARTING_STATES
 from asyncrl.control.machine.kernel import Kernel
-from asyncrl.control.operations import Lifecycle, Operations
+from asyncrl.control.operations import Autoscaling, Lifecycle, Operations
 from asyncrl.control.phases import phase_of
 from asyncrl.control.ray.launcher import Launcher
 from asyncrl.control.reconciler.reconciler import FleetReconciler
@@ -38,7 +37,7 @@ from asyncrl.control.rows.collector import RowCollector
 from asyncrl.control.rows.metering import Pace
 from asyncrl.control.rows.recorder import Recorder
 from asyncrl.control.snapshot import Health, Snapshot, view_ledger, view_service
-from asyncrl.core.errors import AsyncrlError, ConfigError, FolderRemoved, ServiceFailed, WouldRepeat
+from asyncrl.core.errors import AsyncrlError, FolderRemoved, ServiceFailed, WouldRepeat
 from asyncrl.core.files.durable import reserve_room
 from asyncrl.core.metrics.metric import Row
 from asyncrl.core.rpc.message import Message
@@ -89,8 +88,8 @@ class Supervisor:
         self.operations = Operations(roster, self.fleet, self.lifecycle, self._events, runtime.lock())
         self._watchdog = Watchdog(roster.config.learner.groups_per_step)
         self._lookout = Lookout(self._events, runtime)
-        self._stall = self._refusal = self._error = ""
-        self._autoscaler = autoscaler_of(roster.config)
+        self._stall = self._error = ""
+        self._autoscaling = Autoscaling(self.operations)
         self._pace = Pace()
         self._over_since = 0.0
         self._statuses = Statuses()
@@ -265,7 +264,7 @@ class Supervisor:
         self._keep_time(self._runtime.now())
         self.operations.keep_paused(self._statuses)
         self.operations.renew_pending_checkpoint(self._statuses)
-        self._autoscale(self._collect_rows())
+        self._autoscaling.look(self._collect_rows(), self._runtime.now())
         self._rows.collect_evaluations(self._statuses)
         self._watch_for_stalls()
 
@@ -322,27 +321,6 @@ class Supervisor:
         """Take down the learner's rows since the last pulse, and return them."""
         self._notices.look(self._statuses)
         return self._rows.collect(self._statuses, self.fleet.num_restarts(LEARNER))
-
-    def _autoscale(self, rows: list[Row]) -> None:
-        if self._autoscaler is None or self.lifecycle.state != RunState.RUNNING or self.operations.is_paused:
-            return
-        wanted, ready = self.fleet.wanted, self.fleet.num_ready
-        decision = self._autoscaler.decide(self._runtime.now(), wanted, ready, rows)
-        if decision is None:
-            return
-        try:
-            self.operations.check_room(decision.replicas)
-            self.fleet.scale(decision.replicas, why=decision.reason)
-            self._refusal = ""
-        except ConfigError as error:  # no room, or all indices are taken by leavers; it asks again
-            self._tell_of_refusal(f"not scaled to {decision.replicas} replicas: {error.message}")
-
-    def _tell_of_refusal(self, text: str) -> None:
-        """Say once why a decision is not carried out, however often it is made."""
-        if text != self._refusal:
-            self._refusal = text
-            log.warning("%s", text)
-            self._events.add("autoscale", "rollout", text)
 
     def _await_evaluations(self, stop: Event) -> None:
         end = self._runtime.now() + EVALUATION_WAIT_S

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.core.errors import CheckpointError, ConfigError, DeadlineExceeded, LedgerError
 from learner.batch_fetcher import BatchFetcher
 from learner.leader.leader import Leader
-from learner.orders import Publish, Wait
+from learner.orders import Publish, StepOutcome, Wait
 from tests.control.supervisor.test_operations import Driver, buffer_of, clients_of
 
 
@@ -97,3 +97,9 @@ def test_a_rollback_without_any_checkpoint_ends_the_run(leader: Leader) -> None:
 
 def test_a_rank_that_gets_no_group_asks_for_none() -> None:
     assert BatchFetcher(refusing(LedgerError("no ticket is reserved"))).fetch(1, []) == []
+
+
+def test_a_group_that_changed_no_weights_is_dropped_for_the_first_reason_that_it_met() -> None:
+    outcome = StepOutcome(stale_tickets=[1], oversized_tickets=[2], refused_tickets=[2, 3, 1])
+    assert dict(outcome.dropped) == {1: "stale", 2: "oversized", 3: "guard"}
+    assert outcome.num_untrainable == 2
