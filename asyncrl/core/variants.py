@@ -35,12 +35,14 @@ class Estimator:
         needs: Inputs besides rewards and groups.
         batch_wide: Why it needs the whole batch before its first token is trained; empty if it does not.
         is_discounted: Whether it reads `algorithm.gamma`.
+        has_weights: It has importance weights of its own: a correction with weights would count them twice.
     """
 
     function: str
     needs: frozenset[str] = frozenset()
     batch_wide: str = ""
     is_discounted: bool = False
+    has_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,16 @@ class PolicyLoss:
         picks_tokens: It singles out tokens of the microbatch at hand.
         aggregation: The one aggregation that it has; empty if `algorithm.aggregation` chooses.
         has_dual_clip: Whether it reads `algorithm.dual_clip`.
+        is_policy_gradient: It is the plain policy gradient, which a correction may ask for.
+        compares_behaviour: It measures the prox log-probs against the sampler's.
     """
 
     function: str
     picks_tokens: bool = False
     aggregation: str = ""
     has_dual_clip: bool = False
+    is_policy_gradient: bool = False
+    compares_behaviour: bool = False
 
 
 @dataclass(frozen=True)

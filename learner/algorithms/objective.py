@@ -24,9 +24,9 @@ from learner.algorithms.advantage import ADVANTAGES, AdvantageFn, AdvantageInput
 from learner.algorithms.advantage.terms import on_one_rank
 from learner.algorithms.aggregation import aggregate, aggregate_rows
 from learner.algorithms.centre import Centre, make_centre, rows_of
-from learner.algorithms.correction import is_policy_gradient
 from learner.algorithms.kl import AdaptiveKl, FixedKl, KlController, kl_penalty, measure_penalty
 from learner.algorithms.losses import POLICY_LOSSES, Clip, LossInput, PolicyLossFn, TokenLoss
+from learner.algorithms.losses.clipped import reinforce
 from learner.algorithms.losses.terms import value_loss
 from learner.algorithms.presets import find_correction
 from learner.algorithms.registry import resolve
@@ -303,9 +303,9 @@ def make_objective(section: AlgorithmSection, *, max_lag: int, max_response_toke
     policy_loss = resolve(section.loss, POLICY_LOSSES, "algorithm.loss")
     advantage = resolve(section.advantage, ADVANTAGES, "algorithm.advantage")
     check_section(section, correction)
-    if is_policy_gradient(section.correction, correction):
+    if correction.is_policy_gradient:
         # Weights from the current policy already hold the ratio: a clipped one would count it twice.
-        policy_loss = POLICY_LOSSES["reinforce"]
+        policy_loss = reinforce
     return Objective(
         section=section,
         advantage=advantage,

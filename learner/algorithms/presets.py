@@ -71,6 +71,7 @@ class Correction:
         lower: Weights below are set to 0; None truncates only (TIS).
         is_batch_normalized: Divide the weights by their mean.
         rejection: Rules that leave out tokens or rows; a token stays if every option keeps it.
+        has_no_ratio: The plain policy gradient takes the loss's place; so it does for a bypass with weights.
     """
 
     is_bypass: bool = False
@@ -79,6 +80,12 @@ class Correction:
     lower: float | None = None
     is_batch_normalized: bool = False
     rejection: tuple[Rejection, ...] = ()
+    has_no_ratio: bool = False
+
+    @property
+    def is_policy_gradient(self) -> bool:
+        """Whether its loss is the plain policy gradient: a ratio would count the weights twice."""
+        return self.has_no_ratio or (self.is_bypass and self.level is not None)
 
 
 def find_correction(section: AlgorithmSection) -> Correction:
@@ -134,7 +141,7 @@ def make_corrections(is_threshold: float) -> dict[str, Correction]:
         "bypass_ppo_clip_k3_rs": Correction(is_bypass=True, rejection=k3),
         "bypass_pg_is": Correction(is_bypass=True, level="token", upper=is_threshold),
         "bypass_pg_token_icepop": Correction(is_bypass=True, level="token", lower=0.5, upper=5.0),
-        "bypass_pg_geo_rs": Correction(is_bypass=True, rejection=geometric),
+        "bypass_pg_geo_rs": Correction(is_bypass=True, rejection=geometric, has_no_ratio=True),
         "bypass_pg_geo_rs_seq_tis": Correction(
             is_bypass=True, level="sequence", upper=is_threshold, rejection=geometric
         ),
@@ -142,11 +149,6 @@ def make_corrections(is_threshold: float) -> dict[str, Correction]:
             is_bypass=True, level="token", upper=is_threshold, rejection=geometric
         ),
     }
-
-
-def is_policy_gradient(name: str, correction: Correction) -> bool:
-    """Tell whether the preset's loss is the plain policy gradient: a ratio would count the weights twice."""
-    return name.startswith("bypass_pg") or (correction.is_bypass and correction.level is not None)
 
 
 def _reject(options: str, thresholds: str) -> tuple[Rejection, ...]:

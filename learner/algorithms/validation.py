@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from asyncrl.core.config.tree import AlgorithmSection
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import PROX, VALUES, estimators_needing
-from learner.algorithms.presets import Correction, find_correction, is_policy_gradient
+from learner.algorithms.presets import Correction, find_correction
 from learner.algorithms.registry import check_name
 from learner.algorithms.variants import ADVANTAGES, LOSSES
 
+DUAL_CLIPPED = tuple(name for name, one in LOSSES.items() if one.has_dual_clip)
 DISCOUNTED = tuple(name for name, one in ADVANTAGES.items() if one.is_discounted)
 ONE_AGGREGATION = {name: one.aggregation for name, one in LOSSES.items() if one.aggregation}
 _LEVELS = {"token": "per token", "sequence": "per sequence", "geometric": "per sequence, geometric mean"}
@@ -90,7 +91,7 @@ def describe_section(section: AlgorithmSection, correction: Correction) -> str:
 
 
 def _loss_name(section: AlgorithmSection, correction: Correction) -> str:
-    if is_policy_gradient(section.correction, correction):
+    if correction.is_policy_gradient:
         return "reinforce (the weights hold the ratio)"
     return section.loss
 
@@ -136,8 +137,9 @@ def _check_advantage(section: AlgorithmSection) -> Iterator[Problem]:
 
 
 def _check_loss(section: AlgorithmSection, correction: Correction) -> Iterator[Problem]:
-    loss = section.loss
-    if is_policy_gradient(section.correction, correction) and loss not in ("vanilla", "reinforce", "gpg"):
+    loss, facts = section.loss, LOSSES.get(section.loss)
+    is_gradient = loss == _DEFAULTS.loss or (facts is not None and facts.is_policy_gradient)
+    if correction.is_policy_gradient and not is_gradient:
         yield (
             f"algorithm.loss: {loss} does nothing with {section.correction}, which is the policy gradient",
             "Use correction: bypass_ppo_clip to keep the loss",
@@ -148,13 +150,12 @@ def _check_loss(section: AlgorithmSection, correction: Correction) -> Iterator[P
             f"algorithm.aggregation does nothing with {loss}, which takes {ONE_AGGREGATION[loss]}",
             "Leave it out",
         )
-    is_without_dual = loss in LOSSES and not LOSSES[loss].has_dual_clip
-    if is_without_dual and section.dual_clip != _DEFAULTS.dual_clip:
-        yield f"algorithm.dual_clip does nothing with {loss}", "It belongs to vanilla and dppo"
+    if facts is not None and not facts.has_dual_clip and section.dual_clip != _DEFAULTS.dual_clip:
+        yield f"algorithm.dual_clip does nothing with {loss}", f"It belongs to {', '.join(DUAL_CLIPPED)}"
     is_behaviour = correction.is_bypass or section.prox == "behaviour"
-    if loss == "m2po" and is_behaviour:
+    if facts is not None and facts.compares_behaviour and is_behaviour:
         yield (
-            "algorithm.loss: m2po measures prox against behaviour, which are the same here",
+            f"algorithm.loss: {loss} measures prox against behaviour, which are the same here",
             "Use prox: recompute with a decoupled correction",
         )
 
@@ -166,11 +167,16 @@ def _check_correction(section: AlgorithmSection, correction: Correction) -> Iter
         yield f"algorithm.is_threshold does nothing with {name}", "Choose a truncating correction"
     if section.normalize_weights and not has_weights:
         yield f"algorithm.normalize_weights does nothing with {name}", "Choose a correction with weights"
-    if section.advantage == "vtrace" and has_weights:
+    if _has_weights(section) and has_weights:
         yield (
-            f"vtrace has importance weights of its own: {name} would count them twice",
+            f"{section.advantage} has importance weights of its own: {name} would count them twice",
             "Use correction: disabled",
         )
+
+
+def _has_weights(section: AlgorithmSection) -> bool:
+    facts = ADVANTAGES.get(section.advantage)
+    return facts is not None and facts.has_weights
 
 
 def _check_prox(section: AlgorithmSection, correction: Correction) -> Iterator[Problem]:
@@ -196,7 +202,7 @@ def _check_prox(section: AlgorithmSection, correction: Correction) -> Iterator[P
         )
     name = section.advantage
     if name in estimators_needing(PROX) and (section.prox != "recompute" or correction.is_bypass):
-        corrected = "correction: disabled" if name == "vtrace" else "a decoupled correction"
+        corrected = "correction: disabled" if _has_weights(section) else "a decoupled correction"
         yield f"{name} needs recomputed prox log-probs", f"Use prox: recompute and {corrected}"
 
 

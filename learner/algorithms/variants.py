@@ -46,6 +46,7 @@ ADVANTAGES: Mapping[str, Estimator] = {
         needs=frozenset({VALUES, PROX}),
         batch_wide=_HAS_CRITIC,
         is_discounted=True,
+        has_weights=True,
     ),
     "optimal_token_baseline": Estimator(f"{_ADVANTAGE}.baselines:optimal_token_baseline", needs=_OF_THE_PASS),
     "tir_optimal_token_baseline": Estimator(
@@ -56,8 +57,8 @@ LOSSES: Mapping[str, PolicyLoss] = {
     "vanilla": PolicyLoss(f"{_LOSSES}.clipped:vanilla", has_dual_clip=True),
     "gspo": PolicyLoss(f"{_LOSSES}.clipped:gspo"),
     "cispo": PolicyLoss(f"{_LOSSES}.clipped:cispo"),
-    "gpg": PolicyLoss(f"{_LOSSES}.clipped:reinforce"),
-    "reinforce": PolicyLoss(f"{_LOSSES}.clipped:reinforce"),
+    "gpg": PolicyLoss(f"{_LOSSES}.clipped:reinforce", is_policy_gradient=True),
+    "reinforce": PolicyLoss(f"{_LOSSES}.clipped:reinforce", is_policy_gradient=True),
     "clip_cov": PolicyLoss(f"{_LOSSES}.covariance:clip_cov", picks_tokens=True),
     "kl_cov": PolicyLoss(f"{_LOSSES}.covariance:kl_cov", picks_tokens=True),
     "geo_mean": PolicyLoss(f"{_LOSSES}.clipped:geo_mean", aggregation="the mean over rows"),
@@ -65,5 +66,5 @@ LOSSES: Mapping[str, PolicyLoss] = {
     "dppo_tv": PolicyLoss(f"{_LOSSES}.smooth:dppo_tv", has_dual_clip=True),
     "dppo_kl": PolicyLoss(f"{_LOSSES}.smooth:dppo_kl", has_dual_clip=True),
     "dro": PolicyLoss(f"{_LOSSES}.smooth:dro"),
-    "m2po": PolicyLoss(f"{_LOSSES}.clipped:m2po", picks_tokens=True),
+    "m2po": PolicyLoss(f"{_LOSSES}.clipped:m2po", picks_tokens=True, compares_behaviour=True),
 }

@@ -185,6 +185,7 @@ REFUSED = [
     ({"advantage": "optimal_token_baseline", "correction": "bypass_ppo_clip"}, "recomputed prox"),
     ({"advantage": "tir_optimal_token_baseline", "prox": "loglinear"}, "recomputed prox"),
     ({"correction": "bypass_pg_is", "loss": "gspo"}, "gspo does nothing"),
+    ({"correction": "bypass_pg_geo_rs", "loss": "gspo"}, "gspo does nothing"),
     ({"loss": "sapo", "aggregation": "token-sum"}, "aggregation does nothing"),
     ({"loss": "gspo", "dual_clip": 4.0}, "dual_clip does nothing"),
     ({"loss": "m2po", "correction": "bypass_ppo_clip"}, "m2po"),
