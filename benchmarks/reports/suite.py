@@ -18,17 +18,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.cli.commands.bench import BENCHMARKS
 from asyncrl.core.errors import DataError
 from benchmarks.harness.options import command_of, end_on_sigterm, writable
 from benchmarks.harness.rows import Row, RowFile
 
-QUICK = ("ledger", "learner", "pipeline", "buffer", "weight_sync", "rollout")
-"""In the order of what a minute of them tells; 230 s together on two idle cores."""
-FULL = (
-    *QUICK, "packing", "memory", "checkpoints", "restart", "hostile", "concurrency",
-    "weight_sync_publish", "scale", "prediction",
-)  # fmt: skip
-LEFT_OUT = ("calibrate", "concurrency_vllm", "soak")
+QUICK = tuple(name for name, one in BENCHMARKS.items() if one.in_all == "quick")
+"""230 s together on two idle cores."""
+FULL = tuple(name for name, one in BENCHMARKS.items() if one.in_all in ("quick", "whole"))
+LEFT_OUT = tuple(name for name, one in BENCHMARKS.items() if one.in_all == "never")
 """Never run by `all`: they give rates and judge nothing, take hours, or have pages of their own."""
 QUICK_S, FULL_S = 300.0, 4 * 3600.0
 GRACE_S = 20.0

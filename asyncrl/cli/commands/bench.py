@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import typer
 
@@ -13,58 +15,92 @@ from asyncrl.core.variants import function
 PLACE = 7
 app = typer.Typer(name="bench", help="Run a benchmark.", callback=show_help, **GROUP)
 
-BENCHMARKS = {
-    "all": "Measure the parts one after another; --quick takes at most five minutes.",
-    "buffer": "Measure the buffer beside bare pipes and other systems.",
-    "calibrate": "Measure rates for `asyncrl plan --simulate`, or take them from a run's rows.",
-    "checkpoints": "Measure the stall of a checkpoint, its write and its load.",
-    "compare": "Print ratios of two measurements, or of a run and verl's log, and what is noise.",
-    "concurrency": "Simulate when a replica should take another group, by fixed rules and a controller.",
-    "concurrency_vllm": "Measure when a replica should take another group, on vLLM.",
-    "hostile": "Measure what honest replicas still get through while others attack the buffer.",
-    "learner": "Measure a learner step against Hugging Face, and the losses against verl's.",
-    "ledger": "Measure the ledger's transitions, and its cost as the fleet grows.",
-    "memory": "Measure what log-probs of a large vocabulary cost in memory.",
-    "packing": "Measure packed rows in dynamic microbatches against padded rows.",
-    "pipeline": "Measure the same work synchronously and asynchronously, on the same cores.",
-    "scale": "Measure one to three live replicas, and the control plane under up to 4,096 of them.",
-    "plot": "Draw a file of rows as a PNG.",
-    "prediction": "Compare live runs with what the simulator says of them.",
-    "soak": "Measure what grows in a run that never ends, and tell it for a week.",
-    "restart": "Measure how soon the buffer serves again with 10,000 groups in its journal.",
-    "rollout": "Measure a replica's whole path beside a bare AsyncLLM.",
-    "sync": "As weight_sync.",
-    "weight_sync": "Measure a weight sync beside bare broadcasts and copies.",
-    "weight_sync_publish": "Measure how long a learner stands still to publish.",
-}
-"""Benchmarks that read their own arguments: modules of `benchmarks` with a `main(arguments) -> exit code`."""
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark, or a command about measurements.
+
+    Attributes:
+        module: Of `benchmarks`, with a `main(arguments) -> exit code` that reads its own arguments.
+        in_all: `asyncrl bench all` runs it with --quick too, only without, or never; none: it measures
+            nothing, or what another one does.
+    """
+
+    module: str
+    summary: str
+    in_all: Literal["quick", "whole", "never", "none"] = "whole"
 
 
-MODULES = {
-    "all": "reports.suite",
-    "buffer": "buffer.throughput",
-    "calibrate": "calibration.calibrate",
-    "checkpoints": "learner.checkpoints",
-    "compare": "reports.comparison",
-    "concurrency": "rollout.concurrency",
-    "concurrency_vllm": "rollout.concurrency_vllm",
-    "hostile": "buffer.hostile",
-    "learner": "learner.training",
-    "ledger": "buffer.ledger",
-    "memory": "learner.memory",
-    "packing": "learner.packing",
-    "pipeline": "pipeline.asynchrony",
-    "plot": "reports.pictures",
-    "prediction": "fleet.prediction",
-    "restart": "buffer.restart",
-    "rollout": "rollout.replica",
-    "scale": "fleet.scale",
-    "soak": "soak.soak",
-    "sync": "weight_sync.rounds",
-    "weight_sync": "weight_sync.rounds",
-    "weight_sync_publish": "weight_sync.publish",
+BENCHMARKS: dict[str, Benchmark] = {
+    "ledger": Benchmark(
+        "buffer.ledger", "Measure the ledger's transitions, and its cost as the fleet grows.", "quick"
+    ),
+    "learner": Benchmark(
+        "learner.training",
+        "Measure a learner step against Hugging Face, and the losses against verl's.",
+        "quick",
+    ),
+    "pipeline": Benchmark(
+        "pipeline.asynchrony",
+        "Measure the same work synchronously and asynchronously, on the same cores.",
+        "quick",
+    ),
+    "buffer": Benchmark(
+        "buffer.throughput", "Measure the buffer beside bare pipes and other systems.", "quick"
+    ),
+    "weight_sync": Benchmark(
+        "weight_sync.rounds", "Measure a weight sync beside bare broadcasts and copies.", "quick"
+    ),
+    "rollout": Benchmark(
+        "rollout.replica", "Measure a replica's whole path beside a bare AsyncLLM.", "quick"
+    ),
+    "packing": Benchmark(
+        "learner.packing", "Measure packed rows in dynamic microbatches against padded rows."
+    ),
+    "memory": Benchmark("learner.memory", "Measure what log-probs of a large vocabulary cost in memory."),
+    "checkpoints": Benchmark(
+        "learner.checkpoints", "Measure the stall of a checkpoint, its write and its load."
+    ),
+    "restart": Benchmark(
+        "buffer.restart", "Measure how soon the buffer serves again with 10,000 groups in its journal."
+    ),
+    "hostile": Benchmark(
+        "buffer.hostile", "Measure what honest replicas still get through while others attack the buffer."
+    ),
+    "concurrency": Benchmark(
+        "rollout.concurrency",
+        "Simulate when a replica should take another group, by fixed rules and a controller.",
+    ),
+    "weight_sync_publish": Benchmark(
+        "weight_sync.publish", "Measure how long a learner stands still to publish."
+    ),
+    "scale": Benchmark(
+        "fleet.scale", "Measure one to three live replicas, and the control plane under up to 4,096 of them."
+    ),
+    "prediction": Benchmark("fleet.prediction", "Compare live runs with what the simulator says of them."),
+    "calibrate": Benchmark(
+        "calibration.calibrate",
+        "Measure rates for `asyncrl plan --simulate`, or take them from a run's rows.",
+        "never",
+    ),
+    "concurrency_vllm": Benchmark(
+        "rollout.concurrency_vllm", "Measure when a replica should take another group, on vLLM.", "never"
+    ),
+    "soak": Benchmark(
+        "soak.soak", "Measure what grows in a run that never ends, and tell it for a week.", "never"
+    ),
+    "all": Benchmark(
+        "reports.suite", "Measure the parts one after another; --quick takes at most five minutes.", "none"
+    ),
+    "compare": Benchmark(
+        "reports.comparison",
+        "Print ratios of two measurements, or of a run and verl's log, and what is noise.",
+        "none",
+    ),
+    "plot": Benchmark("reports.pictures", "Draw a file of rows as a PNG.", "none"),
+    "sync": Benchmark("weight_sync.rounds", "As weight_sync.", "none"),
 }
-"""The module of `benchmarks` for each command."""
+"""By command, in the order in which `asyncrl bench all` runs them: of what a minute of them tells."""
 
 
 def _main_of(name: str) -> Callable[[Sequence[str]], int]:
@@ -74,7 +110,7 @@ def _main_of(name: str) -> Callable[[Sequence[str]], int]:
         ConfigError: The benchmark is not installed: a wheel holds the harness and the calibration only.
     """
     try:
-        return function(f"benchmarks.{MODULES[name]}:main")
+        return function(f"benchmarks.{BENCHMARKS[name].module}:main")
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("benchmarks."):
             raise
@@ -91,5 +127,5 @@ def _add_benchmark(name: str, summary: str) -> None:
         raise typer.Exit(_main_of(name)(context.args))
 
 
-for _name, _summary in BENCHMARKS.items():
-    _add_benchmark(_name, _summary)
+for _name, _one in sorted(BENCHMARKS.items()):
+    _add_benchmark(_name, _one.summary)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.commands.bench import MODULES
+from asyncrl.cli.commands.bench import BENCHMARKS
 from asyncrl.core.errors import DataError
 from benchmarks.harness.rows import Row, RowFile
 from benchmarks.reports.page import NOT_OF_ROWS, RESULTS, caption, parse_directive, render, show, table
@@ -94,7 +94,7 @@ def missed(file: RowFile) -> Iterator[str]:
         if found["code"]:
             yield found["verdict"]
     bench = file.command.split()[0]
-    module = importlib.import_module(f"benchmarks.{MODULES[bench]}")
+    module = importlib.import_module(f"benchmarks.{BENCHMARKS[bench].module}")
     if file.figures and hasattr(module, "check"):
         is_met, verdict = module.check(file.figures)
         if not is_met:
