@@ -32,7 +32,7 @@ STORE_TIMEOUT = timedelta(seconds=30)
 def build_publisher(context: ServiceContext, num_segments: int = NUM_SLOTS) -> PublisherService:
     """Return the publisher; it runs on the host of the learner's rank 0."""
     address = context.addresses[COORDINATOR]
-    host, uses_delta = reachable_host(address), _uses_delta(context)
+    host, uses_delta = reachable_host(address), context.config.weight_sync.uses_delta
     store = open_store(host, 0, STORE_TIMEOUT)
     runtime, num_segments = context.runtime, num_segments + uses_delta
     make_private(SHM_DIR / context.shm_prefix)
@@ -61,7 +61,9 @@ def build_receiver(
         context.name,
         _incarnation(runtime),
         StagingArea(
-            f"{context.shm_prefix}{context.name}-", runtime.new_id()[:8], keeps_base=_uses_delta(context)
+            f"{context.shm_prefix}{context.name}-",
+            runtime.new_id()[:8],
+            keeps_base=context.config.weight_sync.uses_delta,
         ),
         transports_of(context, None),
         runtime,
@@ -96,10 +98,6 @@ def transports_of(context: ServiceContext, store: TCPStore | None) -> Callable[[
         return TaggedTransport(transport, secret) if context.keys is not None else transport
 
     return make
-
-
-def _uses_delta(context: ServiceContext) -> bool:
-    return context.config.weight_sync.encoding == "delta"
 
 
 def _incarnation(runtime: Runtime) -> str:

@@ -18,7 +18,7 @@ def build_coordinator(context: ServiceContext, timing: Timing | None = None) -> 
         timing or Timing.of(section.deadline_s),
         parallelism=section.parallelism,
         token=token,
-        uses_delta=section.encoding == "delta",
+        uses_delta=section.uses_delta,
         fences=read_fences(context.run_dir),
     )
     bounds = bounds_of(context.config)

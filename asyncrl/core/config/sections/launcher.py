@@ -33,6 +33,11 @@ class WeightSyncSection(Section):
     encoding: Literal["full", "delta"] = "full"
     """Whether all weights are sent, or only differences."""
 
+    @property
+    def uses_delta(self) -> bool:
+        """Whether differences are sent; publisher and receivers keep a version more for them."""
+        return self.encoding == "delta"
+
 
 def check_host(host: str | None) -> str | None:
     """Raise ValueError unless `host` is an IPv4 address that others can connect to."""

@@ -60,7 +60,9 @@ def count(config: Config, receivers: int) -> SharedMemory | None:
     Args:
         receivers: That are on the publisher's host.
     """
-    at_publisher, at_receiver = (num + _num_bases(config) for num in (NUM_AT_PUBLISHER, NUM_AT_RECEIVER))
+    at_publisher, at_receiver = (
+        num + config.weight_sync.uses_delta for num in (NUM_AT_PUBLISHER, NUM_AT_RECEIVER)
+    )
     rule = f"{at_publisher} at the publisher"
     if receivers:
         rule = f"({rule} + {at_receiver} at each of {receivers} receivers)"
@@ -69,12 +71,8 @@ def count(config: Config, receivers: int) -> SharedMemory | None:
 
 def count_at_receiver(config: Config) -> SharedMemory | None:
     """Return what one receiver takes of its node, where that is not the publisher's; None as of `count`."""
-    num_versions = NUM_AT_RECEIVER + _num_bases(config)
+    num_versions = NUM_AT_RECEIVER + config.weight_sync.uses_delta
     return _count_versions(config, num_versions, f"{num_versions} at its receiver")
-
-
-def _num_bases(config: Config) -> int:
-    return int(config.weight_sync.encoding == "delta")
 
 
 def _count_versions(config: Config, num_versions: int, rule: str) -> SharedMemory | None:
