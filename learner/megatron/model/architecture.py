@@ -17,7 +17,14 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
-from asyncrl.core.config.models.architectures import ModelSize, find_unsupported, read_rope, rope_type_of
+from asyncrl.core.config.models.architectures import (
+    FAMILIES,
+    Family,
+    ModelSize,
+    find_unsupported,
+    read_rope,
+    rope_type_of,
+)
 from asyncrl.core.config.models.divisibility import find_uneven_cuts, pad_vocabulary
 from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.errors import ConfigError
@@ -56,7 +63,7 @@ class Rope:
 class Architecture(ModelSize):
     """The shape of a supported model. Sizes are counts."""
 
-    model_type: str
+    family: Family
     norm_eps: float
     is_tied: bool
     rope: Rope
@@ -110,7 +117,7 @@ def read_architecture(folder: Path) -> Architecture:
         raise ConfigError(f"{path}: {problem}", hint=hint)
     return Architecture(
         **asdict(ModelSize.read(table)),
-        model_type=table["model_type"],
+        family=FAMILIES[table["model_type"]],
         norm_eps=table["rms_norm_eps"],
         is_tied=table.get("tie_word_embeddings", False),
         rope=_read_rope(table, path),
@@ -148,8 +155,8 @@ def make_transformer_config(
         gated_linear_unit=True,
         activation_func=functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=architecture.model_type == "qwen2",
-        qk_layernorm=architecture.model_type == "qwen3",
+        add_qkv_bias=architecture.family.has_qkv_bias,
+        qk_layernorm=architecture.family.has_qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,

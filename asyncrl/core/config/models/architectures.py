@@ -13,10 +13,21 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-SUPPORTED = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "llama3")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PLAIN_FORM = {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False, "attention_bias": False}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Differences of a family from Llama: biases, or norms, of queries and keys (and biases of values)."""
+
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+
+
+FAMILIES = {"llama": Family(), "qwen2": Family(has_qkv_bias=True), "qwen3": Family(has_qk_norm=True)}
+"""Supported ones, by the `model_type` of a `config.json`."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +75,10 @@ def find_unsupported(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     if experts is not None:
         yield (
             f"{experts}: {table[experts]}: mixture-of-experts models are not supported",
-            f"Choose a dense model: {', '.join(SUPPORTED)}",
+            f"Choose a dense model: {', '.join(FAMILIES)}",
         )
-    if table.get("model_type") not in SUPPORTED:
-        yield f"model_type '{table.get('model_type')}' is not supported", f"Supported: {', '.join(SUPPORTED)}"
+    if table.get("model_type") not in FAMILIES:
+        yield f"model_type '{table.get('model_type')}' is not supported", f"Supported: {', '.join(FAMILIES)}"
     for key, wanted in _PLAIN_FORM.items():
         if table.get(key, wanted) != wanted:
             yield f"{key}: {table[key]} is not supported", f"Only {key}: {wanted} is"
