@@ -22,10 +22,26 @@ from rollout_service.environments.protocol import METHODS, Environment, Environm
 from rollout_service.environments.tools.tool_use import ToolUse
 from rollout_service.user_file import import_file
 
-BUILT_IN: Mapping[str, Callable[..., EnvironmentFactory]] = {
-    "tools": ToolUse,
-    "gymnasium": GymnasiumText,
-    "verifiers": VerifiersLibrary,
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """One registered environment.
+
+    Attributes:
+        make: Takes the arguments of the configuration.
+        opens: As of `Episodes`.
+        needs_library: Whether `make` imports a library, which a check of the arguments does without.
+    """
+
+    make: Callable[..., EnvironmentFactory]
+    opens: bool = False
+    needs_library: bool = False
+
+
+BUILT_IN = {
+    "tools": BuiltIn(ToolUse),
+    "gymnasium": BuiltIn(GymnasiumText, opens=True, needs_library=True),
+    "verifiers": BuiltIn(VerifiersLibrary, needs_library=True),
 }
 
 PACKAGE = "rollout_service.environments"
@@ -61,18 +77,20 @@ def load_environment(environment: EnvironmentSection, folder: Path = Path()) -> 
     name, arguments = environment.name, environment.arguments
     if name in BUILT_IN:
         _bind(name, arguments)
-        make: EnvironmentFactory = BUILT_IN[name](**arguments)
+        make: EnvironmentFactory = BUILT_IN[name].make(**arguments)
         named: object = make
+        opens = BUILT_IN[name].opens
     else:
         named = cls = _find_class(name, folder)
         _check_arguments(name, cls, arguments)
         make = functools.partial(cls, **arguments)
+        opens = getattr(cls, "start", Environment.start) is not Environment.start
     return Episodes(
         make,
         environment.max_turns,
         getattr(named, "roles", ("user",)),
         getattr(named, "tools", ()),
-        opens=name == "gymnasium" or getattr(named, "start", Environment.start) is not Environment.start,
+        opens=opens,
     )
 
 
@@ -88,8 +106,8 @@ def check_registered(environment: EnvironmentSection) -> None:
     if name not in BUILT_IN:
         raise _unknown(name)
     _bind(name, arguments)
-    if BUILT_IN[name] is ToolUse:
-        BUILT_IN[name](**arguments)
+    if not BUILT_IN[name].needs_library:
+        BUILT_IN[name].make(**arguments)
 
 
 def check_file(environment: EnvironmentSection) -> None:
@@ -128,9 +146,9 @@ def _unknown(name: str) -> ConfigError:
 
 def _bind(name: str, arguments: Mapping[str, object]) -> None:
     try:
-        inspect.signature(BUILT_IN[name]).bind(**arguments)
+        inspect.signature(BUILT_IN[name].make).bind(**arguments)
     except TypeError as error:
-        known = ", ".join(inspect.signature(BUILT_IN[name]).parameters)
+        known = ", ".join(inspect.signature(BUILT_IN[name].make).parameters)
         raise ConfigError(f"rollout.environment '{name}': {error}", hint=f"It takes {known}") from error
 
 

@@ -54,6 +54,11 @@ def test_a_gymnasium_episode_starts_with_its_observation_and_sums_its_rewards():
     assert trajectory.reward_parts == {"environment": 3.0} and reward.answers == []
 
 
+def test_a_registered_environment_begins_with_an_observation_if_its_record_says_so():
+    assert load({"name": "gymnasium", "id": "CountDown-v0", "make": CountDown}).opens
+    assert not load("tools").opens
+
+
 def test_a_gymnasium_episode_that_is_truncated_ends():
     trajectory, _, _ = run_episode(gymnasium_episodes(), [("7", [1]), ("9", [1])], make_prompt())
     assert (trajectory.reward, trajectory.finish_reason) == (1.0, "done")  # row 7 is the seed
