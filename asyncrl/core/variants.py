@@ -1,4 +1,4 @@
-"""Variants that a configuration names: facts of estimators, losses, journals, engines and learner backends.
+"""Variants that a configuration names: facts of estimators, losses, rewards, journals, engines, backends.
 
 A record stands beside the variant's code, in a room above this one, and is found by its name at run time. It
 imports neither torch nor the variant's library, so that configuration, `plan`, `doctor`, the planner, the
@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-ALGORITHMS = "learner.algorithms.variants"
+ALGORITHMS, REWARDS = "learner.algorithms.variants", "rollout_service.rewards.variants"
 JOURNALS, ENGINES, BACKENDS = "asyncrl.buffer.journals.kinds", "rollout_service.engine", "learner"
-"""The module of the records of estimators and losses; the package that has a module for each journal; those
-that have a package for each engine and each backend, with a module `variant`."""
+"""The modules of the records of estimators and losses, and of rewards; the package that has a module for each
+journal; those that have a package for each engine and each backend, with a module `variant`."""
 VALUES, GREEDY, PROX, SUM_PI_SQUARED = "values", "greedy", "prox", "sum_pi_squared"
 """Inputs of an estimator besides rewards and groups: a critic's values, the reward of a greedy answer per
 group, and two results of the pass over the batch at the start of a step."""
@@ -64,6 +64,28 @@ class PolicyLoss:
     has_dual_clip: bool = False
     is_policy_gradient: bool = False
     compares_behaviour: bool = False
+
+
+@dataclass(frozen=True)
+class RewardFacts:
+    """One registered reward.
+
+    Attributes:
+        function: `module:name` of its function; empty for a reward with a model.
+        has_model: Whether a model scores, that of its argument `path`.
+        is_pooled: Whether processes beside the replica call it.
+        forms: Values of its argument `pattern`, the first by default, that the replica computes itself; any
+            other is a regular expression.
+        answer: `module:name` of the rule for a response's final answer; empty for the whole text.
+        compares_text: Whether it compares the response with the ground truth, as `asyncrl init`'s example.
+    """
+
+    function: str = ""
+    has_model: bool = False
+    is_pooled: bool = False
+    forms: tuple[str, ...] = ()
+    answer: str = ""
+    compares_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,6 +189,12 @@ def estimators() -> Mapping[str, Estimator]:
 def losses() -> Mapping[str, PolicyLoss]:
     """Return the policy losses by name."""
     found: Mapping[str, PolicyLoss] = import_module(ALGORITHMS).LOSSES
+    return found
+
+
+def rewards() -> Mapping[str, RewardFacts]:
+    """Return the registered rewards by name."""
+    found: Mapping[str, RewardFacts] = import_module(REWARDS).REWARDS
     return found
 
 

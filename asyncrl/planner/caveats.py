@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 from asyncrl.core.config.conflicts import WITH_VALUES
 from asyncrl.core.config.tree import Config
+from asyncrl.core.variants import rewards
 from asyncrl.planner.hardware import ASSUMED
 from asyncrl.planner.rates import Rates
 
 if TYPE_CHECKING:
     from asyncrl.planner.setting import Setting
-
-SLOW_REWARDS = ("model", "math_verify", "format")
-"""Registered rewards that a server or another process gives; besides those of a URL or a file."""
 
 
 def find_caveats(config: Config, setting: Setting, rates: Rates, most_steps: int) -> Iterator[str]:
@@ -86,4 +84,6 @@ def _find_rare(config: Config, rates: Rates, most_steps: int) -> Iterator[str]:
 
 
 def _is_slow(reward: str) -> bool:
-    return reward in SLOW_REWARDS or ":" in reward
+    """Tell whether a server or another process gives it, as it does that of a URL or a file."""
+    facts = rewards().get(reward)
+    return ":" in reward if facts is None else facts.has_model or facts.is_pooled

@@ -27,7 +27,7 @@ from learner.algorithms.objective import Objective, make_objective
 from learner.backend import LearnerBackend, Placement
 from learner.batching.batch import PackedBatch, build_batch, plan_minibatches
 from research.staleness.sampler import Sampler, Samples, Shape, Weights
-from rollout_service.rewards.matching import score_digit_sort
+from rollout_service.rewards.rules.matching import score_digit_sort
 from rollout_service.tasks.digit_sort.examples import Digits, draw_split
 from rollout_service.tasks.digit_sort.folder import Recipe as TaskRecipe
 from rollout_service.tasks.digit_sort.vocabulary import DIGITS, EOS, EQUALS, answer_text, encode_prompt

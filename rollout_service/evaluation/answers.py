@@ -1,20 +1,19 @@
 """Final answer of a response in canonical form, so that equal answers compare equal (maj@k).
 
-A reward with a rule for the final answer provides it; under any other reward the whole text counts, without
-white space around it.
+A reward with a rule for the final answer names it in its record; under any other reward the whole text
+counts, without white space around it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncrl.core.experience import Trajectory
-from rollout_service.rewards.competition_math import find_box, normalize
-from rollout_service.rewards.dapo_math import INVALID, judge
-from rollout_service.rewards.gsm8k import extract_flexible, extract_strict
+from asyncrl.core.variants import function
+from rollout_service.rewards.variants import REWARDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,40 +22,15 @@ Extract = Callable[[str], str | None]
 """From a response to what it states, None if it states nothing."""
 
 
-def extract_boxed(response: str) -> str | None:
-    """Return what the last box holds, in one way of writing it."""
-    boxed = find_box(response)
-    if boxed is None:
-        return None
-    try:
-        return normalize(boxed)
-    except ValueError:  # it is compared as it stands then
-        return boxed
-
-
-def extract_dapo(response: str) -> str | None:
-    """Return what DAPO's rule reads as the final answer."""
-    _, prediction = judge(response, "")
-    return None if prediction == INVALID else prediction
-
-
-EXTRACTS: Mapping[str, Extract] = {
-    "gsm8k": extract_strict,
-    "gsm8k_flexible": extract_flexible,
-    "math": extract_boxed,
-    "math_verify": extract_boxed,
-    "math_dapo": extract_dapo,
-}
-"""By the registered name of the reward."""
-
-
 def choose_extract(functions: Sequence[str]) -> Extract:
     """Return the rule of the first reward that has one, else the stripped text itself.
 
     Args:
         functions: Names in `reward.fn`, in order.
     """
-    return next((EXTRACTS[name] for name in functions if name in EXTRACTS), _strip)
+    rules = (REWARDS[name].answer for name in functions if name in REWARDS)
+    found: Extract = next((function(rule) for rule in rules if rule), _strip)
+    return found
 
 
 def _strip(response: str) -> str | None:

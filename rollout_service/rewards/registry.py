@@ -16,29 +16,17 @@ from asyncrl.core.config.reading.problems import suggest
 from asyncrl.core.config.tree import RewardPart, RewardSection
 from asyncrl.core.errors import ConfigError, WireError
 from asyncrl.core.experience import MAX_REWARD_PARTS, check_reward
+from asyncrl.core.variants import RewardFacts, function
 from rollout_service.declared import find_definition, parse, returns_nothing, stand_in
-from rollout_service.rewards.calling import BoundFunction, FunctionReward, ScoreFunction
-from rollout_service.rewards.competition_math import score_math
-from rollout_service.rewards.dapo_math import score_math_dapo
-from rollout_service.rewards.gsm8k import score_flexible, score_strict
-from rollout_service.rewards.matching import FORMS, score_digit_sort, score_exact_match, score_format
+from rollout_service.rewards.calling import BoundFunction, FunctionReward
 from rollout_service.rewards.score import Part
 from rollout_service.rewards.served.messages import ModelSettings
 from rollout_service.rewards.served.model import ModelReward
 from rollout_service.rewards.served.pool import PooledReward
 from rollout_service.rewards.served.remote import RemoteReward, RemoteSettings
 from rollout_service.rewards.total import ErrorRate, TotalReward, Weighed
+from rollout_service.rewards.variants import REWARDS
 
-BUILT_IN: Mapping[str, ScoreFunction] = {
-    "gsm8k": score_strict,
-    "gsm8k_flexible": score_flexible,
-    "math": score_math,
-    "math_dapo": score_math_dapo,
-    "exact_match": score_exact_match,
-    "digit_sort": score_digit_sort,
-    "format": score_format,
-}
-SERVED = ("math_verify", "model")
 OF_POOL = ("workers", "deadline_s")
 """Arguments of a part that are not its function's."""
 Arguments = dict[str, object]
@@ -75,27 +63,32 @@ def build_part(entry: RewardPart, folder: Path) -> Part:
     if is_url := fn.startswith(("http://", "https://")):
         _check_url(fn)
     name = entry.name or default_name(fn)
-    if fn in BUILT_IN and (fn != "format" or arguments.get("pattern", FORMS[0]) in FORMS):
-        return FunctionReward(name, BUILT_IN[fn], arguments, is_closed=True)
-    if fn == "format":  # an expression of the user's may take for ever on a response
-        _check_expression(arguments.get("pattern"))
-        return _served(name, arguments, PooledReward, function=fn)
-    if fn == "math_verify":
-        return _served(name, arguments, PooledReward, function=fn)
-    if fn == "model":
-        return _with_settings(name, arguments, ModelReward, ModelSettings)
+    if fn in REWARDS:
+        return _registered(name, entry, REWARDS[fn])
     if is_url:
         return _with_settings(name, {"url": fn, **arguments}, RemoteReward, RemoteSettings)
-    file, separator, function = fn.rpartition(":")
+    file, separator, attribute = fn.rpartition(":")
     if not separator or not file.endswith(".py"):
-        known = sorted([*BUILT_IN, *SERVED])
+        known = sorted(REWARDS)
         hint = suggest(fn, known) or f"Use one of {', '.join(known)}; or file.py:function, or a URL"
         if fn.endswith(".py"):
             hint = f"Name the function too: {fn}:FUNCTION"
         raise ConfigError(f"there is no reward '{fn}'", hint=hint)
     if not (folder / file).is_file():
         raise ConfigError(f"the reward file {folder / file} does not exist")
-    return _served(name, arguments, PooledReward, function=f"{(folder / file).absolute()}:{function}")
+    return _served(name, arguments, PooledReward, function=f"{(folder / file).absolute()}:{attribute}")
+
+
+def _registered(name: str, entry: RewardPart, facts: RewardFacts) -> Part:
+    arguments = entry.arguments
+    if facts.has_model:
+        return _with_settings(name, arguments, ModelReward, ModelSettings)
+    has_form = bool(facts.forms) and arguments.get("pattern", facts.forms[0]) in facts.forms
+    if has_form or not facts.is_pooled:
+        return FunctionReward(name, function(facts.function), arguments, is_closed=True)
+    if facts.forms:  # an expression of the user's may take for ever on a response
+        _check_expression(entry.fn, arguments.get("pattern"), facts.forms)
+    return _served(name, arguments, PooledReward, function=facts.function)
 
 
 def check_file(entry: RewardPart) -> None:
@@ -104,8 +97,8 @@ def check_file(entry: RewardPart) -> None:
     Raises:
         ConfigError: It does not take its arguments, wants others, or returns nothing.
     """
-    file, _, function = entry.fn.rpartition(":")
-    definition = find_definition(parse(Path(file)), function)
+    file, _, attribute = entry.fn.rpartition(":")
+    definition = find_definition(parse(Path(file)), attribute)
     if not isinstance(definition, ast.FunctionDef):
         return
     name = entry.name or default_name(entry.fn)
@@ -179,13 +172,13 @@ def _check_limits(name: str, limits: Mapping[str, object]) -> None:
             raise ConfigError(f"'{key}' of the reward '{name}' must be a number above 0, not {value!r}")
 
 
-def _check_expression(pattern: object) -> None:
+def _check_expression(fn: str, pattern: object, forms: Sequence[str]) -> None:
     try:
         if not isinstance(pattern, str):
             raise TypeError("first argument must be string or compiled pattern")
         re.compile(pattern)
     except (re.error, TypeError) as error:
-        hint = f"Use {' or '.join(FORMS)}, or a regular expression"
+        hint = f"Use {' or '.join(forms)}, or a regular expression"
         raise ConfigError(
-            f"the pattern {pattern!r} of the reward 'format' is no regular expression: {error}", hint=hint
+            f"the pattern {pattern!r} of the reward '{fn}' is no regular expression: {error}", hint=hint
         ) from error

@@ -153,12 +153,11 @@ def _keep_revision(section: FetchedSection, before: FetchedSection) -> FetchedSe
 
 
 def _keep_reward_revision(part: RewardPart, before: Sequence[RewardPart]) -> RewardPart:
-    path = part.arguments.get("path")
-    if part.fn != prepare.REWARD_MODEL or not isinstance(path, str) or not prepare.is_hub_id(path):
+    path = prepare.reward_model(part)
+    if path is None or not prepare.is_hub_id(path):
         return part
     for earlier in before:
-        if earlier.fn == prepare.REWARD_MODEL:
-            path = prepare.pin_revision(path, str(earlier.arguments.get("path", "")))
+        path = prepare.pin_revision(path, prepare.reward_model(earlier) or "")
     return RewardPart.model_validate(part.model_dump() | {"path": path})
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from asyncrl.cli.up import find_config
 from asyncrl.core.config.load import load_config
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.variants import rewards
 from configs import find_recipe
 
 CONFIG, REWARD = "cluster.yaml", "my_reward.py"
@@ -19,8 +20,6 @@ HEAD = """\
 # Paths are read from the directory in which asyncrl is called. Made from the preset '{preset}'.
 """
 YOURS = f"reward: {{fn: {REWARD}:score}} # yours; `asyncrl score` tries it on a file of answers"
-SAME_AS_THE_EXAMPLE = ("digit_sort", "exact_match")
-"""Rewards that the example computes too: it takes their place. Any other preset keeps its own."""
 REWARD_TEXT = '''\
 """The reward: what an answer is worth. Called in processes of its own, so it may be slow or crash."""
 
@@ -71,6 +70,7 @@ def _configuration(text: str, preset: str, recipes: Iterable[str]) -> str:
     found = re.search(r"^reward: \{fn: (\w+)\}.*$", body, re.MULTILINE)
     if found is None:
         return head + body  # its reward is several lines: left as it is
-    is_same = found[1] in SAME_AS_THE_EXAMPLE
+    facts = rewards().get(found[1])
+    is_same = facts is not None and facts.compares_text
     lines = (YOURS, f"# {found[0]}") if is_same else (found[0], f"# {YOURS}")
     return head + body.replace(found[0], "\n".join(lines), 1)

@@ -15,7 +15,7 @@ from asyncrl.core.config.models.divisibility import find_uneven_cuts
 from asyncrl.core.config.tree import Config, LearnerSection
 from asyncrl.core.variants import backend_facts, backend_names, function
 from asyncrl.planner.plan.folders import find_bad_weights, find_missing_tokenizer
-from asyncrl.planner.plan.prepare import REWARD_MODEL, is_builtin, is_hub_id
+from asyncrl.planner.plan.prepare import is_builtin, is_hub_id, reward_model
 
 
 def check_models(config: Config) -> Iterator[str]:
@@ -30,8 +30,8 @@ def check_models(config: Config) -> Iterator[str]:
 def check_reward_models(config: Config) -> Iterator[str]:
     """Say which folder of a reward model holds none."""
     for part in config.reward.fn:
-        path = part.arguments.get("path")
-        if part.fn != REWARD_MODEL or not isinstance(path, str) or is_builtin(path) or is_hub_id(path):
+        path = reward_model(part)
+        if path is None or is_builtin(path) or is_hub_id(path):
             continue
         if not Path(path, "config.json").exists():
             yield f"reward.fn: '{path}' holds no Hugging Face model (no config.json)"

@@ -14,6 +14,7 @@ from pathlib import Path
 from asyncrl.core.config.tree import Config, RewardPart, RolloutSection
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.variants import rewards
 from asyncrl.planner.plan.sources import resolve_function, resolve_sources
 
 BUILTIN = "builtin:"
@@ -23,8 +24,6 @@ BUILTINS = {
     "tool_product": "rollout_service.tasks.tool_product.folder",
 }
 """Modules with a `make_folder`."""
-REWARD_MODEL = "model"
-"""The reward that has a model of its own, in its argument `path`."""
 MODEL_FILE = "config.json"
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
 
@@ -66,6 +65,12 @@ def pin_revision(hub_id: str, folder: str) -> str:
     cached = (f"models--{name.replace('/', '--')}", "snapshots")  # and in it a folder per commit
     is_of_it = Path(folder).parts[-3:-1] == cached
     return f"{name}@{Path(folder).name}" if revision is None and is_of_it else hub_id
+
+
+def reward_model(part: RewardPart) -> str | None:
+    """Return the path of a reward's own model, None if it has none."""
+    facts, path = rewards().get(part.fn), part.arguments.get("path")
+    return path if facts is not None and facts.has_model and isinstance(path, str) else None
 
 
 def prepare(config: Config, say: Callable[[str], None]) -> Config:
@@ -131,8 +136,8 @@ def _resolve_data(name: str, path: str, root: Path, say: Callable[[str], None]) 
 
 def _resolve_reward(part: RewardPart, root: Path, say: Callable[[str], None]) -> RewardPart:
     """Return `part` with the file of its function, or the folder of its model, as it is found here."""
-    path = part.arguments.get("path")
-    if part.fn == REWARD_MODEL and isinstance(path, str):
+    path = reward_model(part)
+    if path is not None:
         folder = _resolve_model("reward.fn", path, root, say)
         return RewardPart.model_validate(part.model_dump() | {"path": folder})
     file, separator, function = part.fn.rpartition(":")

@@ -43,7 +43,7 @@ class PooledReward:
     """A part whose function runs in processes.
 
     Args:
-        function: `file.py:function`, or a name of `pool_process.BUILT_IN`.
+        function: `file.py:function`, or `module:function` of a registered reward.
         arguments: As of `BoundFunction`.
         workers: Processes at most; a second one is started when the first is busy.
         deadline_s: Of one call, from when a process takes it up.

@@ -18,12 +18,12 @@ import asyncrl as asyncrl_package
 from asyncrl.cli.doctor import examination, machine, packages, ray
 from asyncrl.cli.doctor.finding import Finding
 from asyncrl.cli.run.difference import find_changes
-from asyncrl.cli.run.starter import SAME_AS_THE_EXAMPLE
 from asyncrl.core.config.load import dump_resolved, load_config
+from asyncrl.core.variants import function
+from asyncrl.core.variants import rewards as registered
 from asyncrl.planner import plan
 from asyncrl.planner.plan.footprint.memory import HOST, count_parts
 from configs import shipped
-from rollout_service.rewards.registry import BUILT_IN
 from tests.cli.commands.calling import asyncrl, head_of, make_config, make_folder
 
 NUM_WEIGHTS = 1_000_000
@@ -234,8 +234,10 @@ def test_a_preset_keeps_its_reward_unless_the_example_computes_the_same(tmp_path
     example = runpy_score(tmp_path / "quickstart", "quickstart")
     for right, said in (("0039", "0039"), ("0039", "0093"), ("1", "")):
         ended = {"finish_reason": "stop", "num_tokens": len(said) + 1}
-        for name in SAME_AS_THE_EXAMPLE:
-            assert BUILT_IN[name](said, right, **ended) == example(said, right, {}), name
+        same = {name: one.function for name, one in registered().items() if one.compares_text}
+        assert same.keys() == {"digit_sort", "exact_match"}
+        for name, rule in same.items():
+            assert function(rule)(said, right, **ended) == example(said, right, {}), name
     rewards = {}
     for name in shipped():
         if not (tmp_path / name).exists():

@@ -12,6 +12,7 @@ from asyncrl.buffer.journals.kind import JournalKind, journal_kind
 from asyncrl.core.config.load import load_config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import (
+    RewardFacts,
     backend_facts,
     backend_names,
     engine_facts,
@@ -22,9 +23,17 @@ from asyncrl.core.variants import (
     function,
     journal_facts,
     journal_names,
+    rewards,
 )
+from asyncrl.planner.caveats import find_caveats
+from asyncrl.planner.plan.names import check_rewards
+from asyncrl.planner.rates import Rates
+from asyncrl.planner.setting import Setting
 from learner.backend import LearnerBackend, ValueBackend
 from rollout_service.engine.protocol import EngineVariant, engine_variant
+from rollout_service.evaluation.answers import choose_extract
+from rollout_service.rewards.served.processes.pool_process import load_function
+from tests.rollout.rewards.judging import answer
 
 ROOT = Path(__file__).resolve().parents[3]
 JOURNAL = """
@@ -188,6 +197,26 @@ def test_a_new_estimator_is_one_file_and_its_record(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def advantage(x):\n    return 'computed'\n")
     write_run(tmp_path, "algorithm: {advantage: mine}\ncritic: {path: builtin:digits-small}")
     run(USE_ESTIMATOR, tmp_path, tmp_path)
+
+
+def length(response: str, *_: object, **extra: object) -> float:
+    return float(len(response))
+
+
+def last_letter(response: str) -> str:
+    return response[-1:]
+
+
+def test_a_new_reward_is_one_function_and_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = RewardFacts(f"{__name__}:length", is_pooled=True, answer=f"{__name__}:last_letter")
+    monkeypatch.setitem(rewards(), "mine", mine)
+    write_run(tmp_path, "")
+    config = load_config(tmp_path / "run.yaml", ["reward.fn=mine"])
+    assert not list(check_rewards(config))
+    caveats = find_caveats(config, Setting.of(config), Rates(source="a run"), 10)
+    assert any(line.startswith("reward.fn mine: ") for line in caveats)
+    assert choose_extract(["mine"])("abc") == "c"
+    assert load_function("mine", mine.function, {})(answer("abc")) == 3.0
 
 
 @pytest.mark.parametrize("name", journal_names())

@@ -15,7 +15,7 @@ from asyncrl.core.errors import ConfigError, DataError
 from rollout_service.data.prompts import PromptSet
 from rollout_service.data.sources import load_sources
 from rollout_service.rewards.calling import FunctionReward
-from rollout_service.rewards.matching import score_digit_sort
+from rollout_service.rewards.rules.matching import score_digit_sort
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
 from tests.rollout.data.files import load_prompts, read_prompts
 from tests.rollout.replica.replica_parts import WAIT_S, open_stage

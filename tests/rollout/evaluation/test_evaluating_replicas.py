@@ -15,7 +15,7 @@ from asyncrl.core.metrics.tallies import Tally
 from asyncrl.core.service_status import FinishedEvaluation
 from rollout_service.engine.protocol import Interrupted
 from rollout_service.rewards.calling import FunctionReward
-from rollout_service.rewards.matching import score_digit_sort
+from rollout_service.rewards.rules.matching import score_digit_sort
 from tests.rollout.replica.replica_parts import Stage, open_stage
 from tests.waiting import wait_for
 

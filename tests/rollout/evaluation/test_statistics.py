@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.core.metrics.tallies import conclude, tally_values
-from rollout_service.evaluation.answers import choose_extract, extract_boxed, extract_dapo
+from rollout_service.evaluation.answers import choose_extract
 from rollout_service.evaluation.statistics import (
     Judged,
     JudgedPrompt,
@@ -19,6 +19,8 @@ from rollout_service.evaluation.statistics import (
     score_majority,
     tally_prompts,
 )
+from rollout_service.rewards.rules.competition_math import extract_boxed
+from rollout_service.rewards.rules.dapo_math import extract_dapo
 
 
 def judged(text: str, *, is_right: bool = False, num_tokens: int = 5, is_cut: bool = False) -> Judged:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncrl.core.service_command import Drain
 from rollout_service.rewards.calling import FunctionReward
-from rollout_service.rewards.matching import score_digit_sort
+from rollout_service.rewards.rules.matching import score_digit_sort
 from tests.rollout.replica.replica_parts import open_stage
 from tests.runtimes import CountingRuntime
 from tests.waiting import wait_for

@@ -13,7 +13,7 @@ from asyncrl.control.rows.metering import Meter
 from rollout_service.engine.metered import BUSY, SWAP, MeteredEngine
 from rollout_service.replica.states import START, State, idle_cause
 from rollout_service.rewards.calling import FunctionReward
-from rollout_service.rewards.matching import score_digit_sort
+from rollout_service.rewards.rules.matching import score_digit_sort
 from tests.rollout.replica.replica_parts import open_stage
 from tests.runtimes import ManualClock
 from tests.statuses import statuses_of

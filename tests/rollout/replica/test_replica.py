@@ -23,7 +23,7 @@ from rollout_service.engine.protocol import EngineDied
 from rollout_service.engine.scripted.engine import scripted_logprob
 from rollout_service.gateway.refusal import NobodyCame
 from rollout_service.rewards.calling import FunctionReward
-from rollout_service.rewards.matching import score_digit_sort
+from rollout_service.rewards.rules.matching import score_digit_sort
 from tests.rollout.replica.replica_parts import GROUP_SIZE, WAIT_S, Stage, open_stage
 from tests.waiting import wait_for
 

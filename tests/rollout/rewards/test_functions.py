@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.core.errors import ConfigError
 from rollout_service.rewards.calling import BoundFunction, FunctionReward
-from rollout_service.rewards.gsm8k import score_flexible, score_strict
-from rollout_service.rewards.matching import score_digit_sort, score_exact_match, score_format
+from rollout_service.rewards.rules.gsm8k import score_flexible, score_strict
+from rollout_service.rewards.rules.matching import score_digit_sort, score_exact_match, score_format
 from rollout_service.rewards.score import RewardError, Score
 from tests.rollout.rewards.judging import answer, judge, reward_of, score_all, write
 

@@ -18,6 +18,7 @@ from rollout_service.rewards.score import RewardError
 from rollout_service.rewards.served.pool import MODULE, PooledReward, plain_answer
 from rollout_service.rewards.served.processes.child import Child, ChildDied
 from rollout_service.rewards.total import TotalReward, Weighed
+from rollout_service.rewards.variants import REWARDS
 from tests.rollout.rewards.judging import answer, judge, reward_of, score_all, write
 from tests.waiting import wait_for
 
@@ -209,7 +210,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_math_verify_compares_mathematics_and_survives_what_never_ends():
-    pool = PooledReward("math_verify", "math_verify", workers=1, deadline_s=60.0)
+    pool = PooledReward("math_verify", REWARDS["math_verify"].function, workers=1, deadline_s=60.0)
     reward = TotalReward([Weighed(pool)])
     told = score_all(reward, r"so \boxed{\frac{8}{2}}", "it is $4.0$", r"\boxed{5}", "none", r"\boxed{2^2}")
     assert told == [1.0, 1.0, 0.0, 0.0, 1.0]

@@ -5,15 +5,15 @@ It must never import what the replica imports: it starts in a fraction of a seco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.variants import function
 from rollout_service.rewards.calling import BoundFunction, ScoreFunction
-from rollout_service.rewards.matching import score_format
 from rollout_service.rewards.score import Answer, RewardError
 from rollout_service.rewards.served.frames import ParentLink
 from rollout_service.rewards.served.messages import FunctionSettings, Judged, PlainAnswer
@@ -57,14 +57,12 @@ def answer_request(bound: BoundFunction, request: PlainAnswer) -> Judged:
         return Judged(error=error.message, kind=error.kind)
 
 
-def load_function(name: str, function: str, arguments: Mapping[str, object]) -> BoundFunction:
-    """Return the function that `function` names. Raises ConfigError: there is none, or it takes less."""
-    if function == "format":
-        return BoundFunction(name, score_format, arguments, is_closed=True)
-    if function == "math_verify":
-        return BoundFunction(name, load_math_verify(), arguments, is_closed=True)
-    file, _, attribute = function.rpartition(":")
-    return BoundFunction(name, load_from_file(Path(file), attribute), arguments)
+def load_function(name: str, named: str, arguments: Mapping[str, object]) -> BoundFunction:
+    """Return `file.py:name` or `module:name`. Raises ConfigError: there is none, or it takes less."""
+    file, _, attribute = named.rpartition(":")
+    if file.endswith(".py"):
+        return BoundFunction(name, load_from_file(Path(file), attribute), arguments)
+    return BoundFunction(name, function(named), arguments, is_closed=True)
 
 
 def load_from_file(path: Path, attribute: str) -> ScoreFunction:
@@ -73,32 +71,6 @@ def load_from_file(path: Path, attribute: str) -> ScoreFunction:
     if not callable(found):
         raise ConfigError(f"{path} has no function '{attribute}'")
     return found
-
-
-def load_math_verify() -> Callable[..., float]:
-    """Return `score(response, ground_truth)`: 1 if the answer in the response equals the gold, else 0.
-
-    The answer is the last boxed one, else what the library finds: LaTeX, then plain numbers.
-
-    Raises:
-        ConfigError: The library is not installed.
-    """
-    try:
-        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-    except ImportError as error:
-        raise ConfigError(
-            "the reward 'math_verify' needs the package math-verify", hint="Install it, or use 'math'"
-        ) from error
-    of_gold = [LatexExtractionConfig()]
-    of_answer = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-
-    def score_math_verify(response: str, ground_truth: object, **extra: object) -> float:
-        gold = parse(f"\\boxed{{{ground_truth}}}", extraction_config=of_gold)
-        if not gold:
-            raise ValueError(f"the ground truth {ground_truth!r} is no mathematics")
-        return float(verify(gold, parse(response, extraction_config=of_answer)))
-
-    return score_math_verify
 
 
 if __name__ == "__main__":

@@ -57,6 +57,17 @@ def normalize(answer: str) -> str:
     return _write_fraction(answer)
 
 
+def extract_boxed(response: str) -> str | None:
+    """Return what the last box holds, in one way of writing it."""
+    boxed = find_box(response)
+    if boxed is None:
+        return None
+    try:
+        return normalize(boxed)
+    except ValueError:  # it is compared as it stands then
+        return boxed
+
+
 def is_equivalent(left: str, right: str) -> bool:
     """Tell whether both are the same after `normalize`; as they stand if one cannot be normalised."""
     try:

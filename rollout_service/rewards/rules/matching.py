@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rollout_service.rewards.competition_math import find_box
+from rollout_service.rewards.rules.competition_math import find_box
 
 _UNTAGGED = r"(?:(?!</?think>|</?answer>).)*"
 THINK_ANSWER = re.compile(rf"\s*<think>{_UNTAGGED}</think>\s*<answer>{_UNTAGGED}</answer>\s*", re.DOTALL)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from rollout_service.rewards.competition_math import BOX, read_braces
+from rollout_service.rewards.rules.competition_math import BOX, read_braces
 
 CLIP_CHARS, STRICT_CHARS = 300, 100
 INVALID = "[INVALID]"
@@ -61,6 +61,12 @@ def judge(response: str, ground_truth: str) -> tuple[bool, str]:
     boxed = read_braces(response, start + len(BOX)) if start >= 0 else None
     prediction = INVALID if boxed is None else boxed
     return prediction == ground_truth, prediction
+
+
+def extract_dapo(response: str) -> str | None:
+    """Return what DAPO's rule reads as the final answer."""
+    _, prediction = judge(response, "")
+    return None if prediction == INVALID else prediction
 
 
 def score_math_dapo(response: str, ground_truth: object, **extra: object) -> dict[str, object]:
