@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 ALGORITHMS, REWARDS = "learner.algorithms.variants", "rollout_service.rewards.variants"
-JOURNALS, ENGINES, BACKENDS = "asyncrl.buffer.journals.kinds", "rollout_service.engine", "learner"
-"""The modules of the records of estimators and losses, and of rewards; the package that has a module for each
-journal; those that have a package for each engine and each backend, with a module `variant`."""
+JOURNALS, SINKS = "asyncrl.buffer.journals.kinds", "asyncrl.control.record.sinks.services"
+ENGINES, BACKENDS = "rollout_service.engine", "learner"
+"""The modules of the records of estimators and losses, and of rewards; the packages that have a module for
+each journal and sink; those that have a package for each engine and backend, with a module `variant`."""
 VALUES, GREEDY, PROX, SUM_PI_SQUARED = "values", "greedy", "prox", "sum_pi_squared"
 """Inputs of an estimator besides rewards and groups: a critic's values, the reward of a greedy answer per
 group, and two results of the pass over the batch at the start of a step."""
@@ -152,7 +153,12 @@ class BackendFacts:
 
 def journal_names() -> tuple[str, ...]:
     """Return the names of `buffer.journal`, in the order of the alphabet."""
-    return tuple(sorted(found.name for found in pkgutil.iter_modules(_folders(JOURNALS))))
+    return _modules(JOURNALS)
+
+
+def sink_names() -> tuple[str, ...]:
+    """Return the names of `metrics.sinks`, in the order of the alphabet."""
+    return _modules(SINKS)
 
 
 def engine_names() -> tuple[str, ...]:
@@ -219,6 +225,11 @@ def find_record(module: str, attribute: str, kind: type[Record]) -> Record:
     return found
 
 
+def _modules(package: str) -> tuple[str, ...]:
+    """Return the modules in `package`; none of them is imported."""
+    return tuple(sorted(found.name for found in pkgutil.iter_modules(_folders(package))))
+
+
 def _with_variant(package: str) -> tuple[str, ...]:
     """Return the packages in `package` that have a record; none of them is imported."""
     files = (file for folder in _folders(package) for file in Path(folder).glob("*/variant.py"))
@@ -234,10 +245,11 @@ if TYPE_CHECKING:
     JournalName: TypeAlias = str
     EngineName: TypeAlias = str
     BackendName: TypeAlias = str
+    SinkName: TypeAlias = str
 else:
     JournalName, EngineName = Literal[journal_names()], Literal[engine_names()]
-    BackendName = Literal[backend_names()]
-"""Name of a journal, an engine or a backend that has a record; another is refused with the list."""
+    BackendName, SinkName = Literal[backend_names()], Literal[sink_names()]
+"""Name of a journal, an engine, a backend or a sink that has a record; another is refused with the list."""
 
 
 def function(name: str) -> Callable[..., Any]:

@@ -12,19 +12,27 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.record.sinks.opening import SERVICES, check_sinks, label_of, open_sinks
+from asyncrl.control.record.sinks import services
+from asyncrl.control.record.sinks.opening import check_sinks, label_of, open_sinks
 from asyncrl.control.record.sinks.tensorboard import TensorBoardSink, is_drawn
 from asyncrl.control.rows.recorder import Recorder
 from asyncrl.core.config.load import load_config
+from asyncrl.core.config.sections.run import SinkSection
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.variants import sink_names
 from asyncrl.planner.plan.footprint.estimate import CHECKS
 from tests.threads import RUNTIME
 
 HERE = Path(__file__).parent
 ROOT = Path(__file__).parents[3]
-SERVICE_NAMES = sorted(SERVICES)
+SERVICE_NAMES = sink_names()
 NAMES = ["tensorboard", *SERVICE_NAMES]
+NEW_SINK = """
+from asyncrl.control.record.sinks.protocol import SinkKind
+
+SINK = SinkKind(lambda label, arguments: None, package="paper_library", arguments=("size",))
+"""
 VALUES = {"actor/lr": 0.5, "val-core/held_out/acc/mean@4": 0.25}
 Received = Callable[[], list[list[tuple[int, dict[str, float]]]]]
 
@@ -88,6 +96,21 @@ def test_every_value_arrives_under_its_name_and_step(name: str, tmp_path: Path):
     for _, values in rows:
         assert values == values | VALUES
         assert values[f"metrics/sink_dropped/{name}"] == 0.0
+
+
+def test_a_new_sink_is_one_file(tmp_path: Path):
+    """`metrics.sinks` takes its name from the next start on, as `buffer.journal` that of a journal."""
+    (tmp_path / "paper.py").write_text(NEW_SINK)
+    services.__path__.append(str(tmp_path))
+    try:
+        assert sink_names() == ("mlflow", "paper", "swanlab", "trackio", "wandb")
+        paper = SinkSection.model_construct(name="paper", arguments={"colour": "red"})
+        metrics = make_config().metrics.model_copy(update={"sinks": (paper,)})
+        missing, unknown = check_sinks(make_config().model_copy(update={"metrics": metrics}))
+    finally:
+        services.__path__.remove(str(tmp_path))
+    assert "paper_library is not installed here" in missing
+    assert unknown == "metrics.sinks: paper has no argument colour. It takes size"
 
 
 def test_of_a_long_run_tensorboard_gets_some_steps_and_every_evaluation(tmp_path: Path):

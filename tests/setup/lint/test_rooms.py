@@ -18,13 +18,10 @@ ALONE = frozenset({"tests/learner", "tests/system"})
 SMALL = frozenset(
     {
         "asyncrl.cli.rollouts.command",
-        "asyncrl.control.record.sinks.swanlab",
-        "asyncrl.control.record.sinks.trackio",
-        "asyncrl.control.record.sinks.wandb",
         "asyncrl.core.metrics.page",
     }
 )
-"""Small files with one importer that stand alone on purpose: a sink or a command has a file of its own, and
+"""Small files with one importer that stand alone on purpose: a command has a file of its own, and
 the page of metrics is not loaded with them. A name goes with its file; none is added."""
 
 

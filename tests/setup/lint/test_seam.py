@@ -56,7 +56,7 @@ ALLOWED = {
     "asyncrl/control/ray/launcher.py": LAUNCH,
     "asyncrl/cli/run/start.py": LAUNCH,
     "asyncrl/page/feed.py": OUTSIDE,
-    "asyncrl/control/record/sinks/mlflow.py": OUTSIDE,
+    "asyncrl/control/record/sinks/services/mlflow.py": OUTSIDE,
     "asyncrl/control/record/sinks/outbox.py": OUTSIDE,
     "asyncrl/control/record/sinks/tensorboard.py": OUTSIDE,
     "learner/record/processes.py": LEARNING,

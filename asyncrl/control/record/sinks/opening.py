@@ -1,4 +1,4 @@
-"""Factory of a run's metric sinks, and the packages that each needs."""
+"""Factory of a run's metric sinks, and the check of the packages and arguments that they need."""
 
 from __future__ import annotations
 
@@ -6,27 +6,16 @@ import importlib.util
 import secrets
 import string
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
-from asyncrl.control.record.sinks.mlflow import ARGUMENTS, MlflowSink
 from asyncrl.control.record.sinks.outbox import Outbox
-from asyncrl.control.record.sinks.protocol import RunLabel, Sink
-from asyncrl.control.record.sinks.swanlab import SwanLabSink
+from asyncrl.control.record.sinks.protocol import RunLabel, Sink, sink_kind
 from asyncrl.control.record.sinks.tensorboard import TensorBoardSink
-from asyncrl.control.record.sinks.trackio import TrackioSink
-from asyncrl.control.record.sinks.wandb import WandbSink
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 
-SERVICES: Mapping[str, Callable[[RunLabel, Mapping[str, object]], Sink]] = {
-    "wandb": WandbSink,
-    "mlflow": MlflowSink,
-    "trackio": TrackioSink,
-    "swanlab": SwanLabSink,
-}
-"""Sinks by the name of their package."""
 ID_FILE = "sinks.json"
 ID_CHARACTERS = 21
 """Length of an id that SwanLab requires."""
@@ -35,7 +24,8 @@ ID_CHARACTERS = 21
 def check_sinks(config: Config) -> Iterator[str]:
     """Yield the problems of `metrics.sinks` on this machine; imports none of the packages."""
     names = [sink.name for sink in config.metrics.sinks]
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    packages = [sink_kind(name).package for name in names]
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         yield (
             f"metrics.sinks: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed here. "
@@ -45,10 +35,11 @@ def check_sinks(config: Config) -> Iterator[str]:
     if twice:
         yield f"metrics.sinks: {', '.join(sorted(twice))} stands there more than once"
     for sink in config.metrics.sinks:
-        unknown = sorted(set(sink.arguments) - set(ARGUMENTS)) if sink.name == "mlflow" else []
-        if unknown:
-            known = ", ".join(ARGUMENTS)
-            yield f"metrics.sinks: mlflow has no argument {', '.join(unknown)}. It takes {known}"
+        known = sink_kind(sink.name).arguments
+        unknown = sorted(set(sink.arguments) - set(known))
+        if known and unknown:
+            told = f"{sink.name} has no argument {', '.join(unknown)}. It takes {', '.join(known)}"
+            yield f"metrics.sinks: {told}"
 
 
 def open_sinks(config: Config, run_dir: RunDir) -> list[Outbox]:
@@ -65,7 +56,7 @@ def open_sinks(config: Config, run_dir: RunDir) -> list[Outbox]:
         sinks.append(TensorBoardSink(run_dir.path / "tensorboard"))
     if config.metrics.sinks:
         label = label_of(config, run_dir)
-        sinks += [SERVICES[sink.name](label, sink.arguments) for sink in config.metrics.sinks]
+        sinks += [sink_kind(sink.name).make(label, sink.arguments) for sink in config.metrics.sinks]
     return [Outbox(sink) for sink in sinks]
 
 

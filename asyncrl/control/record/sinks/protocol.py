@@ -1,12 +1,14 @@
-"""Protocol of a metrics sink, and the description of the run that it gets."""
+"""Protocol of a metrics sink, its record, and the description of the run that it gets."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from asyncrl.core.variants import SINKS, find_record
 
 DEFAULT_PROJECT = "asyncrl"
 
@@ -44,6 +46,26 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Flush and say that the run has ended."""
+
+
+@dataclass(frozen=True)
+class SinkKind:
+    """One name of `metrics.sinks`, that of its module in `services`.
+
+    Attributes:
+        make: Makes the sink from the run's label and the arguments of the configuration.
+        package: Name under which its client is installed and imported.
+        arguments: Names that it takes; empty where the client is given all.
+    """
+
+    make: Callable[[RunLabel, Mapping[str, object]], Sink]
+    package: str
+    arguments: tuple[str, ...] = ()
+
+
+def sink_kind(name: str) -> SinkKind:
+    """Return the kind that `metrics.sinks` names."""
+    return find_record(f"{SINKS}.{name}", "SINK", SinkKind)
 
 
 def load_library(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, get_args
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_serializer
 
@@ -17,6 +17,7 @@ from asyncrl.core.config.sections.section import (
     refuse,
 )
 from asyncrl.core.metrics import find, unknown_names
+from asyncrl.core.variants import SinkName, sink_names
 
 
 class RunSection(Section):
@@ -69,7 +70,6 @@ class CheckpointSection(Section):
     """[s] Longest wait of training for the previous checkpoint."""
 
 
-SinkName = Literal["wandb", "mlflow", "trackio", "swanlab"]
 NamedSink = Annotated[dict[SinkName, dict[str, object] | None], Field(min_length=1, max_length=1)]
 WrittenSink = SinkName | NamedSink
 WrittenSinks = WrittenSink | tuple[WrittenSink, ...]
@@ -113,9 +113,7 @@ def _as_sink(item: object) -> object:
     else:
         raise refuse("a list of names, or of {name: {argument: value}}", "For example [wandb: {project: x}]")
     if name == "tensorboard":
-        raise refuse(
-            ", ".join(get_args(SinkName)), "TensorBoard has a key of its own: metrics.tensorboard: true"
-        )
+        raise refuse(", ".join(sink_names()), "TensorBoard has a key of its own: metrics.tensorboard: true")
     return {"name": name, "arguments": arguments or {}}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from asyncrl.control.record.sinks.protocol import DEFAULT_PROJECT, RunLabel, load_library
+from asyncrl.control.record.sinks.protocol import DEFAULT_PROJECT, RunLabel, SinkKind, load_library
 
 STEP = "training/global_step"
 
@@ -36,3 +36,6 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+SINK = SinkKind(WandbSink, package="wandb")

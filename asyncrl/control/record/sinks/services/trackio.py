@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from asyncrl.control.record.sinks.protocol import DEFAULT_PROJECT, RunLabel, load_library
+from asyncrl.control.record.sinks.protocol import DEFAULT_PROJECT, RunLabel, SinkKind, load_library
 
 
 class TrackioSink:
@@ -29,3 +29,6 @@ class TrackioSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+SINK = SinkKind(TrackioSink, package="trackio")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from asyncrl.control.record.sinks.protocol import DEFAULT_PROJECT, RunLabel, load_library
+from asyncrl.control.record.sinks.protocol import DEFAULT_PROJECT, RunLabel, SinkKind, load_library
 
 
 class SwanLabSink:
@@ -34,3 +34,6 @@ class SwanLabSink:
 
     def close(self) -> None:
         self._library.finish()
+
+
+SINK = SinkKind(SwanLabSink, package="swanlab")

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 
-from asyncrl.control.record.sinks.protocol import DEFAULT_PROJECT, RunLabel, load_library
+from asyncrl.control.record.sinks.protocol import DEFAULT_PROJECT, RunLabel, SinkKind, load_library
 
 ARGUMENTS = ("tracking_uri", "experiment", "run_name", "tags")
 ID_TAG = "asyncrl_id"
@@ -66,6 +66,9 @@ class MlflowSink:
         ]
         for first in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(self._run_id, params=params[first : first + MAX_PARAMS])
+
+
+SINK = SinkKind(MlflowSink, package="mlflow", arguments=ARGUMENTS)
 
 
 def plain_name(name: str) -> str:
