@@ -20,6 +20,7 @@ from asyncrl.core.variants import (
     engine_facts,
     estimators_needing,
     journal_facts,
+    journal_names,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def _journal_conflicts(buffer: BufferSection) -> list[Conflict]:
     keys, takes_url = ("buffer.journal", "buffer.url"), journal_facts(buffer.journal).takes_url
     if not takes_url and buffer.url is not None:
         what = f"buffer.url does nothing with buffer.journal: {buffer.journal}"
-        return [Conflict(keys, what, "Set buffer.journal: redis")]
+        others = " or ".join(name for name in journal_names() if journal_facts(name).takes_url)
+        return [Conflict(keys, what, f"Set buffer.journal: {others}")]
     if takes_url and buffer.url is None:
         hint = "Set buffer.url, or buffer.url: managed for a private server"
         return [Conflict(keys, f"buffer.journal: {buffer.journal} names no Redis", hint)]
