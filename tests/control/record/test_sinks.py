@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sinks import services
 from asyncrl.control.record.sinks.opening import check_sinks, label_of, open_sinks
+from asyncrl.control.record.sinks.protocol import sink_kind
 from asyncrl.control.record.sinks.tensorboard import TensorBoardSink, is_drawn
 from asyncrl.control.rows.recorder import Recorder
 from asyncrl.core.config.load import load_config
@@ -202,8 +203,8 @@ def test_a_missing_key_costs_the_rows_of_that_sink_and_nothing_else(tmp_path: Pa
 def test_every_service_is_an_extra_of_the_project_and_a_name_that_the_configuration_knows():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for name in SERVICE_NAMES:
-        assert project["optional-dependencies"][name] == [name]
-    assert [sink.name for sink in make_config(*SERVICE_NAMES).metrics.sinks] == SERVICE_NAMES
+        assert project["optional-dependencies"][name] == [sink_kind(name).package]
+    assert tuple(sink.name for sink in make_config(*SERVICE_NAMES).metrics.sinks) == SERVICE_NAMES
 
 
 def test_no_shipped_configuration_needs_a_service():
