@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from asyncrl.core.config.reading.problems import suggest
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.variants import function
 
 F = TypeVar("F")
 
@@ -50,15 +50,9 @@ def resolve(name: str, built_in: Mapping[str, F], what: str) -> F:
     if name in built_in:
         return built_in[name]
     try:
-        found: F = import_attribute(name)
+        found = cast(F, function(name))
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"{what}: '{name}' cannot be imported: {error}", hint="Is it on PYTHONPATH?"
         ) from error
     return found
-
-
-def import_attribute(name: str) -> Any:
-    """Return what `module:attribute` names. Raises ImportError or AttributeError."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)

@@ -6,13 +6,13 @@ a group give all tokens of a row one number; the others go by token. Which there
 
 from __future__ import annotations
 
+from asyncrl.core.variants import function
 from learner.algorithms import variants
 from learner.algorithms.advantage.groups import is_constant
 from learner.algorithms.advantage.terms import Advantage, AdvantageFn, AdvantageInput
-from learner.algorithms.registry import import_attribute
 
 __all__ = ["ADVANTAGES", "Advantage", "AdvantageFn", "AdvantageInput", "is_constant"]
 
 ADVANTAGES: dict[str, AdvantageFn] = {
-    name: import_attribute(one.function) for name, one in variants.ADVANTAGES.items()
+    name: function(one.function) for name, one in variants.ADVANTAGES.items()
 }

@@ -6,12 +6,12 @@ the same for all. Log-probs, ratios and losses are float32. Which there are, `va
 
 from __future__ import annotations
 
+from asyncrl.core.variants import function
 from learner.algorithms import variants
 from learner.algorithms.losses.terms import Clip, LossConstants, LossInput, PolicyLossFn, TokenLoss
-from learner.algorithms.registry import import_attribute
 
 __all__ = ["POLICY_LOSSES", "Clip", "LossConstants", "LossInput", "PolicyLossFn", "TokenLoss"]
 
 POLICY_LOSSES: dict[str, PolicyLossFn] = {
-    name: import_attribute(one.function) for name, one in variants.LOSSES.items()
+    name: function(one.function) for name, one in variants.LOSSES.items()
 }
