@@ -1,1 +1,1 @@
-"""Measurements that need a GPU; `--tiny` runs their logic on a CPU."""
+"""Measurements that need a GPU; `--quick` runs their logic on a CPU."""

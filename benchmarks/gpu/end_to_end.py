@@ -1,9 +1,9 @@
 """A whole run on one GPU: vLLM has it, the learner trains on the CPU, as `configs/one_gpu.yaml` is shipped.
 
-Run: `python -m benchmarks.gpu.end_to_end --json FILE`. A Qwen3 of 0.46 B random weights, made-up prompts,
-log-normal lengths (sigma 0.5, median 192); synchronous (`max_lag` 0) and at `max_lag` 2, a run each. The
-steps after the third are counted. `--quick` does the same with a tiny model and without a GPU, and its
-figures say nothing. Needs vLLM. Not run on a GPU.
+Run: `python -m benchmarks.gpu.end_to_end --json FILE`. A Qwen3 of 46 M random weights, which a few cores
+train about as fast as a GPU generates, made-up prompts, log-normal lengths (sigma 0.5, median 192);
+synchronous (`max_lag` 0) and at `max_lag` 2, a run each. The steps after the third are counted. `--quick`
+does the same with a tiny model and without a GPU, and its figures say nothing. Needs vLLM. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ import torch
 from asyncrl.core.config.load import load_config
 from asyncrl.core.config.tree import Config
 from benchmarks.fleet.parts.whole_run import run_to_end
-from benchmarks.harness.options import Verdict, end_on_sigterm, judge, make_parser, report
+from benchmarks.gpu.frame import make_part_parser, run_part
+from benchmarks.harness.options import Verdict, end_on_sigterm, judge
 from benchmarks.harness.rows import Row
 from benchmarks.learner.inputs import save_qwen3
 from benchmarks.rollout.ways.setting import build_tokenizer, make_prompt
@@ -57,14 +59,14 @@ class Sizes:
 
 
 GPU = Sizes(
-    model={"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 16384}
-    | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+    model={"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "vocab_size": 16384}
+    | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
     response_tokens="lognormal:0.5:192",
     max_tokens=512,
-    groups_per_step=8,
+    groups_per_step=4,
     num_steps=15,
     gpus=1,
-    learner_cpus=8,
+    learner_cpus=max(1, min(8, len(os.sched_getaffinity(0)) - 4)),
 )
 TINY = Sizes(
     model={"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
@@ -80,17 +82,12 @@ TINY = Sizes(
 
 def main(arguments: Sequence[str]) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = make_parser("benchmarks.gpu.end_to_end", __doc__, quick="a tiny model, without a GPU")
-    given = parser.parse_args(arguments)
+    given = make_part_parser("end_to_end", __doc__).parse_args(arguments)
     if importlib.util.find_spec("vllm") is None:
         print("vLLM is not installed here", file=sys.stderr)
         return 1
-    if not given.quick and not torch.cuda.is_available():
-        print("no GPU here; --quick checks this benchmark's logic on a CPU", file=sys.stderr)
-        return 1
     end_on_sigterm()  # the run must not outlive this
-    rows = measure(TINY if given.quick else GPU)
-    return report(given, {"rows": [dataclasses.asdict(row) for row in rows]}, table, check, rows)
+    return run_part(given, lambda: measure(TINY if given.quick else GPU), check)
 
 
 def measure(sizes: Sizes) -> list[Row]:
@@ -162,20 +159,9 @@ def make_row(max_lag: int, steps: Sequence[Mapping[str, Any]], *, is_quick: bool
     return Row.of("gpu.end_to_end", {"max_lag": max_lag, "quick": int(is_quick)}, samples)
 
 
-def table(results: dict[str, Any]) -> str:
-    """Return a line per run."""
-    rows = results["rows"]
-    values = list(rows[0]["values"])
-    lines = [f"| max_lag | {' | '.join(values)} |", "|---" * (len(values) + 1) + "|"]
-    for row in rows:
-        cells = [f"{row['values'].get(name, float('nan')):.4g}" for name in values]
-        lines.append(f"| {row['case']['max_lag']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def check(results: dict[str, Any]) -> Verdict:
+def check(rows: Sequence[Row]) -> Verdict:
     """Judge what asynchrony buys: trained tokens per second over those of the synchronous run."""
-    speeds = {row["case"]["max_lag"]: row["values"]["trained_tokens_per_s"] for row in results["rows"]}
+    speeds = {row.case["max_lag"]: row.values["trained_tokens_per_s"] for row in rows}
     speed_up = speeds[MAX_LAGS[-1]] / speeds[MAX_LAGS[0]]
     return judge({f"speed-up {speed_up:.2f}, target {TARGET_SPEED_UP}": speed_up / TARGET_SPEED_UP})
 

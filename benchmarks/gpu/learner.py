@@ -1,22 +1,23 @@
-"""Model FLOPs utilisation of the learner: a Qwen3 of 1.7 B, bfloat16, packed rows of 8,192 tokens.
+"""Whole updates of the learner on one GPU: time, model FLOPs utilisation, peak memory beside that of `plan`.
 
-Run: `python -m benchmarks.gpu.learner --check`. It makes the model with random weights, does whole
-updates (forward, loss, backward, optimizer) of `MegatronBackend` and divides the FLOPs that the model
-asks for by the time and by the GPU's peak. Nothing is counted that a better program would not have to
-compute: no recomputation, no padding. `--quick` checks the logic on a CPU; its figures say nothing.
+Run: `python -m benchmarks.gpu.learner --model 1.7B --check`. It makes a Qwen3 with random weights, trains
+microbatches of 8,192 packed tokens (forward, loss, backward, optimizer), with rows of 4,096 and with ragged
+ones, and divides the FLOPs that the model asks for by the time and by the GPU's peak. Nothing is counted
+that a better program would not have to compute: no recomputation, no padding. `--quick` checks the logic on
+a CPU; its figures say nothing. Not run on a GPU.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,107 +26,127 @@ if not torch.cuda.is_available():
 
 import numpy as np
 
-from asyncrl.core.config.tree import LearnerSection
+from asyncrl.core.config.load import load_config
+from asyncrl.core.config.models.architectures import ModelSize
+from asyncrl.core.config.tree import Config
 from asyncrl.core.experience import Group
-from benchmarks.harness.options import Verdict, judge, make_parser, report
-from benchmarks.learner.inputs import make_trajectory, save_qwen3
-from benchmarks.learner.packing import loss
-from learner.backend import Placement
+from asyncrl.planner.plan.footprint.memory import LEARNER_GPU, count_parts
+from asyncrl.planner.plan.footprint.sizes import estimate_activations
+from benchmarks.gpu.frame import find_device, make_part_parser, measure_peak, run_part, time_call
+from benchmarks.harness.options import Verdict, judge
+from benchmarks.harness.rows import Row
+from benchmarks.learner.inputs import QWEN3, loss, make_trajectory, save_qwen3
+from configs import shipped
+from learner.backend import LearnerBackend, Placement
 from learner.batching.batch import PackedBatch, build_batch
-from learner.megatron.backend import MegatronBackend
+from learner.composition import open_policy
 from learner.report.efficiency import find_peak_flops, read_model_size
 
 TARGET_MFU = 0.45
-NUM_PROMPT_TOKENS = 16
+NUM_PROMPT_TOKENS, MEDIAN_SHARE, SIGMA = 16, 8, 0.8
+"""The median of ragged rows is an eighth of a microbatch."""
+LENGTHS = ("equal", "ragged")
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """The model, the batch and how often it is trained. Rows of a microbatch fill its 8,192 tokens."""
+@dataclass(frozen=True)
+class Work:
+    """The model, the batch and the way it is trained."""
 
-    hidden_size: int = 2048
-    intermediate_size: int = 6144
-    num_layers: int = 28
-    num_heads: int = 16
-    num_key_value_heads: int = 8
-    head_size: int = 128
-    vocab_size: int = 151936
-    dtype: str = "bfloat16"
-    num_tokens: int = 8192
-    rows_per_microbatch: int = 2
-    num_microbatches: int = 4
+    model: str
+    dtype: str
+    num_tokens: int
+    num_microbatches: int
+    num_updates: int
+    backend: str = "megatron"
     recompute: str = "none"
-    num_updates: int = 8
-
-
-TINY = Sizes(
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=2,
-    num_key_value_heads=1,
-    head_size=16,
-    vocab_size=64,
-    dtype="float32",
-    num_tokens=128,
-    num_microbatches=2,
-    num_updates=2,
-)
+    offload: bool = False
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = make_parser("python -m benchmarks.gpu.learner", __doc__, quick="a tiny model, on any machine")
+    parser = make_part_parser("learner", __doc__)
+    parser.add_argument("--model", choices=QWEN3, default="1.7B")
+    parser.add_argument("--backend", choices=("megatron", "fsdp2"), default="megatron")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--offload", action="store_true", help="keep the optimizer's state on the host")
+    parser.add_argument("--updates", type=int, default=6)
     given = parser.parse_args(arguments)
-    if not given.quick and not torch.cuda.is_available():
-        print("no GPU here; --quick checks this benchmark's logic on a CPU", file=sys.stderr)
-        return 1
-    results = measure(dataclasses.replace(TINY if given.quick else Sizes(), recompute=given.recompute))
-    return report(given, results, table, check)
+    return run_part(given, lambda: list(measure(make_work(given))), check)
 
 
-def measure(sizes: Sizes) -> dict[str, Any]:
-    """Train the same batch `num_updates` times, after two updates to warm up, and return all figures."""
-    batch = make_batch(sizes)
+def make_work(given: argparse.Namespace) -> Work:
+    """Return what the command line asks for."""
+    sizes = (
+        ("tiny", "float32", 128, 2, 2) if given.quick else (given.model, "bfloat16", 8192, 4, given.updates)
+    )
+    return Work(*sizes, given.backend, given.recompute, given.offload)
+
+
+def measure(work: Work) -> Iterator[Row]:
+    """Yield a row for each kind of lengths, of one model and optimizer."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
         folder = Path(name)
-        num_parameters = save_model(folder, sizes)
-        section = LearnerSection.model_validate(
-            {
-                "lr": 1e-6,
-                "gpus": int(torch.cuda.is_available()),
-                "max_tokens_per_microbatch": sizes.num_tokens,
-                "recompute": sizes.recompute,
-            }
-        )
-        model_size = read_model_size(folder)
-        assert model_size is not None, "the model was written here"
-        backend = MegatronBackend(folder, section, Placement(), dtype=sizes.dtype)
-        seconds = []
-        for update in range(2 + sizes.num_updates):
-            began = time.perf_counter()
-            backend.update(batch, loss)  # returns numbers: it has waited for the device
-            if update >= 2:
-                seconds.append(time.perf_counter() - began)
-        backend.close()
-    flops = 3 * model_size.forward_flops(batch.num_tokens, count_pairs(batch))
-    median_s, peak = statistics.median(seconds), find_peak_flops(sizes.dtype)
-    is_on_gpu = torch.cuda.is_available()
-    return {
-        "benchmark": "gpu/learner",
-        "device": torch.cuda.get_device_name() if is_on_gpu else "CPU",
-        "sizes": dataclasses.asdict(sizes),
-        "num_parameters": num_parameters,
-        "num_tokens": batch.num_tokens,
-        "flops_per_update": flops,
-        "seconds": seconds,
-        "tokens_per_s": batch.num_tokens / median_s,
-        "tflops": flops / median_s / 1e12,
-        "peak_tflops": peak / 1e12,
-        "mfu": flops / median_s / peak,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if is_on_gpu else 0,
+        num_parameters = save_model(folder, work.model, work.dtype)
+        size = read_model_size(folder)
+        assert size is not None, "the model was written here"
+        plan_bytes = plan_memory(make_config(folder, work, gpus=1), num_parameters, size)
+        config = make_config(folder, work, gpus=int(torch.cuda.is_available()))
+        with closing(open_policy(config, Placement())) as backend:
+            for lengths in LENGTHS:
+                yield _measure_updates(backend, work, lengths, size, plan_bytes)
+
+
+def _measure_updates(
+    backend: LearnerBackend, work: Work, lengths: str, size: ModelSize, plan_bytes: int
+) -> Row:
+    """Train one batch again and again; the first update warms up, and shows the most memory."""
+    batch = make_batch(work, lengths, size.vocab_size)
+    peak_bytes = torch.cuda.memory_allocated() + measure_peak(lambda: train(backend, batch))
+    times = [train(backend, batch) for _ in range(work.num_updates)]
+    flops = 3 * size.forward_flops(batch.num_tokens, count_pairs(batch))
+    seconds = [sum(parts) for parts in times]
+    peak = find_peak_flops(work.dtype)
+    samples: dict[str, float | list[float]] = {
+        "update_s": seconds,
+        "optimizer_s": [optimizer_s for _, optimizer_s in times],
+        "tokens_per_s": [batch.num_tokens / taken_s for taken_s in seconds],
+        "mfu": [flops / taken_s / peak for taken_s in seconds],
+        "peak_bytes": peak_bytes,
+        "plan_bytes": plan_bytes,
     }
+    case = {"model": work.model, "lengths": lengths, "backend": work.backend, "recompute": work.recompute}
+    return Row.of("gpu.learner", case | {"offload": int(work.offload), "dtype": work.dtype}, samples)
+
+
+def train(backend: LearnerBackend, batch: PackedBatch) -> tuple[float, float]:
+    """Do one update; return the seconds of its gradient and of its optimizer."""
+    began = time.perf_counter()
+    metrics = backend.accumulate([batch], loss, is_last=True)  # returns numbers: it has waited for the device
+    gradient_s = time.perf_counter() - began
+    return gradient_s, time_call(lambda: backend.apply([batch], metrics, 1.0))
+
+
+def make_config(model: Path, work: Work, gpus: int, **others: object) -> Config:
+    """Return a shipped configuration with this model and this work, and other keys of the learner's."""
+    values = {
+        "model.path": model,
+        "model.dtype": work.dtype,
+        "learner.gpus": gpus,
+        "learner.max_tokens_per_microbatch": work.num_tokens,
+        "learner.backend": work.backend,
+        "learner.recompute": work.recompute,
+        "learner.offload": str(work.offload).lower(),
+        "rollout.max_tokens": work.num_tokens // 2,
+        "data.max_prompt_tokens": NUM_PROMPT_TOKENS,
+        "algorithm.correction": "disabled",  # nobody has sampled these tokens
+    } | {f"learner.{key}": value for key, value in others.items()}
+    return load_config(shipped()["grpo"], [f"{key}={value}" for key, value in values.items()])
+
+
+def plan_memory(config: Config, num_parameters: int, size: ModelSize) -> int:
+    """Return what `asyncrl plan` counts on the learner's GPU, its estimate of activations included."""
+    parts = [*count_parts(config, num_parameters, 0), estimate_activations(config, size)]
+    return sum(part.num_bytes for part in parts if part.where == LEARNER_GPU)
 
 
 def count_pairs(batch: PackedBatch) -> float:
@@ -133,66 +154,58 @@ def count_pairs(batch: PackedBatch) -> float:
     return float(sum(length * (length + 1) / 2 for length in batch.row_lengths))
 
 
-def make_batch(sizes: Sizes, seed: int = 0) -> PackedBatch:
-    """Return rows of random tokens that fill every microbatch to the last token."""
+def make_batch(work: Work, lengths: str, vocab_size: int) -> PackedBatch:
+    """Return random rows that fill the microbatches: equal ones to the last token, ragged ones almost."""
+    return build_batch(make_groups(work, lengths, vocab_size), 0, {1: 0})
+
+
+def make_groups(work: Work, lengths: str, vocab_size: int, seed: int = 0) -> list[Group]:
+    """Return the rows of a batch, two in a group: one alone would have no advantage."""
     generator = np.random.default_rng(seed)
-    num_response = sizes.num_tokens // sizes.rows_per_microbatch - NUM_PROMPT_TOKENS
-    groups = [
+    rows = [
+        make_trajectory(generator, length - NUM_PROMPT_TOKENS, vocab_size)
+        for length in draw_lengths(work, lengths, generator)
+    ]
+    return [
         Group(
             ticket=ticket,
             attempt=0,
-            prompt_ids=generator.integers(0, sizes.vocab_size, NUM_PROMPT_TOKENS).astype(np.int32),
-            trajectories=tuple(
-                make_trajectory(generator, num_response, sizes.vocab_size)
-                for _ in range(sizes.rows_per_microbatch)
-            ),
+            prompt_ids=generator.integers(0, vocab_size, NUM_PROMPT_TOKENS).astype(np.int32),
+            trajectories=tuple(rows[2 * ticket : 2 * ticket + 2]),
         )
-        for ticket in range(sizes.num_microbatches)
+        for ticket in range((len(rows) + 1) // 2)
     ]
-    return build_batch(groups, 0, {1: 0})
 
 
-def save_model(folder: Path, sizes: Sizes) -> int:
-    """Write a Qwen3 with random weights and tied embeddings; return the number of its parameters."""
-    num_parameters = save_qwen3(
-        folder,
-        dtype=getattr(torch, sizes.dtype),
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        vocab_size=sizes.vocab_size,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_hidden_layers=sizes.num_layers,
-        num_attention_heads=sizes.num_heads,
-        num_key_value_heads=sizes.num_key_value_heads,
-        head_dim=sizes.head_size,
-        max_position_embeddings=sizes.num_tokens,
-        tie_word_embeddings=True,
-    )
+def draw_lengths(work: Work, lengths: str, generator: np.random.Generator) -> list[int]:
+    """Return the lengths of rows that fill the microbatches."""
+    if lengths == "equal":
+        return [work.num_tokens // 2] * (2 * work.num_microbatches)
+    drawn, left = list[int](), work.num_tokens * work.num_microbatches
+    while left > 2 * NUM_PROMPT_TOKENS:
+        length = int(generator.lognormal(np.log(work.num_tokens / MEDIAN_SHARE), SIGMA))
+        drawn.append(min(left, work.num_tokens, max(2 * NUM_PROMPT_TOKENS, length)))
+        left -= drawn[-1]
+    return drawn
+
+
+def save_model(folder: Path, model: str, dtype: str) -> int:
+    """Write a Qwen3 with random weights; return the number of its parameters."""
+    num_parameters = save_qwen3(folder, getattr(torch, dtype), find_device().type, **QWEN3[model])
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     return num_parameters
 
 
-def table(results: dict[str, Any]) -> str:
-    """Return the figures as text, the MFU last."""
-    sizes, median_s = results["sizes"], statistics.median(results["seconds"])
-    row_tokens = sizes["num_tokens"] // sizes["rows_per_microbatch"]
-    model = f"{results['num_parameters'] / 1e9:.2f} B parameters, {sizes['dtype']}"
-    batch = f"{sizes['num_tokens']} tokens a microbatch, rows of {row_tokens}"
-    speed = f"{median_s:.3f} s per update of {results['num_tokens']} tokens"
-    memory = f"{results['peak_memory_bytes'] / 2**30:.1f} GiB at most"
-    lines = [
-        f"{results['device']}: {model}, recompute {sizes['recompute']}; {batch}",
-        f"{speed}, {results['tokens_per_s']:.0f} tokens/s, {memory}",
-        f"{results['tflops']:.3g} of {results['peak_tflops']:.3g} TFLOP/s: MFU {results['mfu']:.1%}",
-    ]
-    return "\n".join(lines)
-
-
-def check(results: dict[str, Any]) -> Verdict:
-    """Return whether the target is met, and the ratio to it as a sentence."""
-    return judge({f"MFU, target {TARGET_MFU:.0%}": results["mfu"] / TARGET_MFU})
+def check(rows: Sequence[Row]) -> Verdict:
+    """Judge the MFU at equal lengths; ragged ones have fewer pairs to compute for their time."""
+    return judge(
+        {
+            f"MFU, target {TARGET_MFU:.0%}": row.values["mfu"] / TARGET_MFU
+            for row in rows
+            if row.case["lengths"] == "equal"
+        }
+    )
 
 
 if __name__ == "__main__":

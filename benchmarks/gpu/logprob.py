@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-import time
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 
-from benchmarks.harness.options import Verdict, judge, make_parser, report
+from benchmarks.gpu.frame import find_device, make_part_parser, measure_peak, run_part, time_call
+from benchmarks.harness.options import Verdict, judge
 from benchmarks.harness.rows import Row
 from learner.numerics.fused_logprob import fused_logprobs
 
@@ -42,13 +42,8 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def main(arguments: Sequence[str]) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = make_parser("benchmarks.gpu.logprob", __doc__, quick="a tiny vocabulary, on any machine")
-    given = parser.parse_args(arguments)
-    if not given.quick and not torch.cuda.is_available():
-        print("no GPU here; --quick checks this benchmark's logic on a CPU", file=sys.stderr)
-        return 1
-    rows = measure(TINY if given.quick else Sizes())
-    return report(given, {"rows": [dataclasses.asdict(row) for row in rows]}, table, check, rows)
+    given = make_part_parser("logprob", __doc__).parse_args(arguments)
+    return run_part(given, lambda: measure(TINY if given.quick else Sizes()), check)
 
 
 def measure(sizes: Sizes) -> list[Row]:
@@ -62,9 +57,11 @@ def measure_ways(num_tokens: int, sizes: Sizes) -> list[Row]:
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     peaks: dict[str, float] = {}
     for turn, name in itertools.product(range(1 + sizes.num_turns), WAYS):
-        taken_s, peaks[name] = measure_once(name, inputs, sizes)
+        call = partial(differentiate, name, inputs, sizes)
         if turn:
-            seconds[name].append(taken_s)
+            seconds[name].append(time_call(call))
+        else:
+            peaks[name] = measure_peak(call)
     return [make_row(name, num_tokens, found, peaks[name], sizes) for name, found in seconds.items()]
 
 
@@ -78,7 +75,7 @@ def make_row(name: str, num_tokens: int, seconds: list[float], peak_bytes: float
 
 def make_inputs(sizes: Sizes, num_tokens: int) -> Inputs:
     """Return hidden states, weight and labels on the GPU, if there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = find_device()
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, sizes.dtype)
     hidden_NH = torch.randn(num_tokens, sizes.hidden_size, generator=generator)
@@ -87,21 +84,6 @@ def make_inputs(sizes: Sizes, num_tokens: int) -> Inputs:
     labels_N = torch.randint(0, sizes.vocab_size, (num_tokens,), generator=generator)
     placed = [tensor.to(device, dtype).requires_grad_() for tensor in (hidden_NH, weight_VH)]
     return placed[0], placed[1], labels_N.to(device)
-
-
-def measure_once(name: str, inputs: Inputs, sizes: Sizes) -> tuple[float, float]:
-    """Return seconds of one forward and backward pass, and the most bytes above what was held before."""
-    is_on_gpu = inputs[0].is_cuda
-    if is_on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    held_bytes = torch.cuda.memory_allocated() if is_on_gpu else 0
-    began = time.perf_counter()
-    differentiate(name, inputs, sizes)
-    if is_on_gpu:
-        torch.cuda.synchronize()
-    taken_s = time.perf_counter() - began
-    return taken_s, float(torch.cuda.max_memory_allocated() - held_bytes) if is_on_gpu else 0.0
 
 
 def differentiate(name: str, inputs: Inputs, sizes: Sizes) -> list[torch.Tensor]:
@@ -130,24 +112,10 @@ def _plain(
 WAYS = {"fused": _fused, "plain": _plain}
 
 
-def table(results: dict[str, Any]) -> str:
-    """Return a line per number of tokens and way."""
-    lines = ["| tokens | way | ms | tokens/s | peak GiB |", "|---|---|---|---|---|"]
-    for row in results["rows"]:
-        values = row["values"]
-        lines.append(
-            f"| {row['case']['num_tokens']} | {row['case']['way']} | {1e3 * values['seconds']:.1f} "
-            f"| {values['tokens_per_s']:.0f} | {values['peak_bytes'] / 2**30:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def check(results: dict[str, Any]) -> Verdict:
+def check(rows: Sequence[Row]) -> Verdict:
     """Judge time and memory of the fused way at the most tokens."""
-    most = max(row["case"]["num_tokens"] for row in results["rows"])
-    found = {
-        row["case"]["way"]: row["values"] for row in results["rows"] if row["case"]["num_tokens"] == most
-    }
+    most = max(row.case["num_tokens"] for row in rows)
+    found = {row.case["way"]: row.values for row in rows if row.case["num_tokens"] == most}
     fused, plain = found["fused"], found["plain"]
     ratios = {"time of the plain way": plain["seconds"] / fused["seconds"] / TARGET_SPEED}
     if fused["peak_bytes"]:

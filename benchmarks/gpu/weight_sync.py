@@ -1,23 +1,26 @@
 """Parts of a weight sync that one GPU can show, each measured by itself.
 
 Run: `python -m benchmarks.gpu.weight_sync --json FILE`. Export from the device tensor by tensor, as a
-learner does it, against packed on the device and copied into pinned memory in buckets; the digest alone
-and while the next bucket is copied; one member's share of a broadcast over gloo; and a load into another
-process's tensors over CUDA IPC, against the same load from host memory.
+library would do it; as the learner does it, through two pinned buffers into a mapped segment; and packed on
+the device and copied into pinned memory in buckets, which is the bus alone. The export's copies without its
+digests (`export_bounced`) are judged. The digest alone and while the
+next bucket is copied; one member's share of a broadcast over gloo. A load of the segment's tensors one by
+one, as the engine does it, and through two pinned buffers, against pinned memory; and into another process's
+tensors over CUDA IPC, against the same load from host memory.
 `--quick` checks the logic on a CPU (gloo, shared memory); its figures say nothing. Not run on a GPU.
 """
 
 from __future__ import annotations
 
-import statistics
+import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing as torch_processes
 import xxhash
@@ -25,75 +28,142 @@ import xxhash
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.files.private import make_secret
 from asyncrl.core.runtime.clock import SystemClock
-from benchmarks.harness.options import Verdict, judge, make_parser, report
+from benchmarks.gpu.frame import find_device, make_part_parser, name_device, run_part, time_turns
+from benchmarks.harness.options import Verdict, judge
+from benchmarks.harness.rows import Case, Row
 from benchmarks.weight_sync.peers.peers import FORKED
 from benchmarks.weight_sync.peers.weights import NamedTensors, count_bytes, make_weights
 from weight_sync.backends.contract import Group
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
 from weight_sync.backends.rendezvous import open_store
-from weight_sync.memory.writer import bytes_of
+from weight_sync.memory import segments
+from weight_sync.memory.manifest import TensorSpec, plan
+from weight_sync.memory.parts import BUFFER_BYTES, Part, PartWriter
+from weight_sync.memory.staging import view_tensor
+from weight_sync.memory.writer import WriteTimes, bytes_of
 
+TARGET_SHARE = 0.8
+"""Of the bus's rate."""
 GPU_BYTES, QUICK_BYTES = 4 * 10**9, 2 * 10**6
 NUM_TURNS, WAIT_S = 7, 60.0
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = make_parser("benchmarks.gpu.weight_sync", __doc__, quick="2 MB on the CPU, on any machine")
+    parser = make_part_parser("weight_sync", __doc__)
     parser.add_argument("--bytes", type=int, help="of the model; 4 GB on a GPU")
     parser.add_argument("--bucket-bytes", type=int, default=64 << 20)
     given = parser.parse_args(arguments)
-    if not given.quick and not torch.cuda.is_available():
-        print("no GPU here; --quick checks this benchmark's logic on a CPU", file=sys.stderr)
-        return 1
-    device = torch.device("cpu" if given.quick else "cuda")
+    device = torch.device("cpu") if given.quick else find_device()
     num_bytes = given.bytes or (QUICK_BYTES if given.quick else GPU_BYTES)
-    return report(given, measure(device, num_bytes, given.bucket_bytes), table, check)
+    return run_part(given, lambda: [measure(device, num_bytes, given.bucket_bytes)], check)
 
 
-def measure(device: torch.device, num_bytes: int, bucket_bytes: int) -> dict[str, Any]:
-    """Return bytes per second of every stretch, by name."""
+def measure(device: torch.device, num_bytes: int, bucket_bytes: int) -> Row:
+    """Return the row of bytes per second of every stretch."""
     weights = [(name, tensor.to(device)) for name, tensor in make_weights(num_bytes)]
-    total = count_bytes(weights)
-    packing = Packing(weights, bucket_bytes)
+    packing, segment = Packing(weights, bucket_bytes), Segment(weights, bucket_bytes)
     stretches: dict[str, Callable[[], None]] = {
         "export_by_tensor": partial(_export, weights),
+        "export_as_learner": segment.export,
         "pack_on_device": packing.pack,
         "copy_to_host_pinned": packing.copy,
         "digest": packing.digest,
         "copy_and_digest_at_once": packing.copy_and_digest,
+        "load_as_engine": segment.load,
+        "load_bounced": segment.load_bounced,
+        "copy_to_device_pinned": packing.copy_back,
     }
-    rates = {name: total / _median_s(device, stretch) for name, stretch in stretches.items()}
-    rates["broadcast_one_member"] = total / _broadcast_s(device, packing.host_buckets)
-    rates |= {name: total / seconds for name, seconds in _load_s(device, weights).items()}
-    return {
-        "benchmark": "gpu/weight_sync",
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "num_bytes": total,
-        "bucket_bytes": bucket_bytes,
-        "is_exact": packing.is_exact(),
-        "bytes_per_s": rates,
-        "overlap": rates["copy_and_digest_at_once"] / rates["copy_to_host_pinned"],
-    }
+    seconds = {name: time_turns(stretch, NUM_TURNS) for name, stretch in stretches.items()}
+    seconds["export_bounced"] = segment.copy_s[-NUM_TURNS:]
+    seconds["broadcast_one_member"] = _broadcast_s(packing.host_buckets)
+    seconds |= _load_s(device, weights)
+    assert packing.is_exact() and segment.is_exact(), "bytes differ after a copy"
+    total = count_bytes(weights)
+    case: Case = {"device": name_device(), "num_bytes": total, "bucket_bytes": bucket_bytes}
+    rates = {f"{name}_bytes_per_s": [total / one for one in found] for name, found in seconds.items()}
+    return Row.of("gpu.weight_sync", case, rates)
 
 
-def table(results: dict[str, Any]) -> str:
-    """Return the rate of every stretch."""
-    lines = [f"{results['device']}: {results['num_bytes'] / 1e6:.0f} MB, exact: {results['is_exact']}", ""]
-    lines += ["| stretch | GB/s |", "|---|---|"]
-    lines += [f"| {name} | {rate / 1e9:.3g} |" for name, rate in results["bytes_per_s"].items()]
-    return "\n".join([*lines, "", f"copy with digests of copy alone: {results['overlap']:.2f}"])
-
-
-def check(results: dict[str, Any]) -> Verdict:
-    """Judge the export in packed buckets against tensor by tensor, and the load over CUDA IPC."""
-    rates = results["bytes_per_s"]
+def check(rows: Sequence[Row]) -> Verdict:
+    """Judge the learner's export against the bus and tensor by tensor, and the load over CUDA IPC."""
+    rates = {name.removesuffix("_bytes_per_s"): rate for name, rate in rows[0].values.items()}
+    bounced = rates["export_bounced"]
     return judge(
         {
-            "packed of tensor by tensor": rates["copy_to_host_pinned"] / rates["export_by_tensor"],
+            f"export of a bare pinned copy, target {TARGET_SHARE}": bounced
+            / (TARGET_SHARE * rates["copy_to_host_pinned"]),
+            "export of tensor by tensor": bounced / rates["export_by_tensor"],
             "CUDA IPC of host memory": rates["load_ipc"] / rates["load_host"],
         }
     )
+
+
+class Segment:
+    """The weights' segment in shared memory, as a publisher has it, and the engine's tensors."""
+
+    def __init__(self, weights: NamedTensors, bucket_bytes: int) -> None:
+        specs = [TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in weights]
+        layout = plan(specs, bucket_bytes)
+        path = segments.create(f"asyncrl-bench-{os.getpid()}", layout.total_bytes)
+        mapping = segments.attach(path, layout.total_bytes)
+        segments.unlink(path)
+        self._bytes_B = np.frombuffer(mapping, dtype=np.uint8)
+        self._on_host = [view_tensor(mapping, entry) for entry in layout.tensors]
+        self._own = [torch.empty_like(tensor) for _, tensor in weights]
+        self._sources = [tensor for _, tensor in weights]
+        parts = [
+            Part(
+                name,
+                tuple(tensor.shape),
+                0,
+                0,
+                tensor.view(len(tensor), -1) if tensor.dim() > 1 else tensor[None],
+            )
+            for name, tensor in weights
+        ]
+        self._writer = PartWriter(layout, parts)
+        self.copy_s: list[float] = []
+        self._is_on_gpu = self._own[0].is_cuda
+        self._pinned = [
+            torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=self._is_on_gpu) for _ in range(2)
+        ]
+
+    def export(self) -> None:
+        """Write all parts, with the digests of their buckets; keep the seconds of the copies alone."""
+        times = WriteTimes()
+        self._writer.write(self._bytes_B, times)
+        self.copy_s.append(times.copy_s)
+
+    def load(self) -> None:
+        """Copy each tensor to the device from the mapping."""
+        for own, tensor in zip(self._own, self._on_host, strict=True):
+            own.copy_(tensor)
+
+    def load_bounced(self) -> None:
+        """Copy through two pinned buffers: the host fills one while the device empties the other."""
+        pieces = (
+            (own_piece, piece)
+            for own, tensor in zip(self._own, self._on_host, strict=True)
+            for own_piece, piece in zip(
+                own.view(-1).split(BUFFER_BYTES // 2), tensor.view(-1).split(BUFFER_BYTES // 2), strict=True
+            )
+        )
+        emptied: list[torch.cuda.Event | None] = [None, None]
+        for index, (own, piece) in enumerate(pieces):
+            turn = index % 2
+            if (event := emptied[turn]) is not None:
+                event.synchronize()
+            staged = self._pinned[turn][: piece.nbytes].view(piece.dtype)
+            own.copy_(staged.copy_(piece), non_blocking=True)
+            if self._is_on_gpu:
+                emptied[turn] = torch.cuda.Event()
+                emptied[turn].record()
+
+    def is_exact(self) -> bool:
+        """Tell whether the device got back what it gave."""
+        pairs = zip(self._own, self._sources, strict=True)
+        return all(torch.equal(*(one.view(torch.uint8) for one in pair)) for pair in pairs)
 
 
 class Packing:
@@ -114,6 +184,10 @@ class Packing:
     def copy(self) -> None:
         for host, device in zip(self.host_buckets, self._device_buckets, strict=True):
             host.copy_(device, non_blocking=True)
+
+    def copy_back(self) -> None:
+        for host, device in zip(self.host_buckets, self._device_buckets, strict=True):
+            device.copy_(host, non_blocking=True)
 
     def digest(self) -> None:
         for bucket in self.host_buckets:
@@ -143,23 +217,12 @@ def digest(bucket_B: torch.Tensor) -> str:
 
 
 def _export(weights: NamedTensors) -> None:
-    """Bring each tensor to the host by itself, as the learner's publisher_client does."""
+    """Bring each tensor to the host by itself."""
     for _, tensor in weights:
         bytes_of(tensor)
 
 
-def _median_s(device: torch.device, stretch: Callable[[], None]) -> float:
-    seconds = []
-    for _ in range(NUM_TURNS + 1):
-        began = time.perf_counter()
-        stretch()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])
-
-
-def _broadcast_s(device: torch.device, buckets: list[torch.Tensor]) -> float:
+def _broadcast_s(buckets: list[torch.Tensor]) -> list[float]:
     """Return the seconds of broadcasting host buckets to nobody: what one member adds to a collective."""
     clock, timeout = SystemClock(), timedelta(seconds=WAIT_S)
     store = open_store(LOOPBACK, 0, timeout)
@@ -171,12 +234,12 @@ def _broadcast_s(device: torch.device, buckets: list[torch.Tensor]) -> float:
             transport.broadcast(bucket, clock.now() + WAIT_S)
 
     try:
-        return _median_s(device, broadcast)
+        return time_turns(broadcast, NUM_TURNS)
     finally:
         transport.close()
 
 
-def _load_s(device: torch.device, weights: NamedTensors) -> dict[str, float]:
+def _load_s(device: torch.device, weights: NamedTensors) -> dict[str, list[float]]:
     """Return the seconds in which another process copies `weights` into tensors of its own."""
     context: Any = torch_processes.get_context(FORKED)
     ours, theirs = context.Pipe()
@@ -186,7 +249,7 @@ def _load_s(device: torch.device, weights: NamedTensors) -> dict[str, float]:
     try:
         if not ours.poll(WAIT_S):
             raise ServiceFailed("the loading process said nothing")
-        seconds: dict[str, float] = ours.recv()
+        seconds: dict[str, list[float]] = ours.recv()
         return seconds
     finally:
         child.kill()
@@ -203,7 +266,7 @@ def load_in_child(pipe: Any, device: torch.device, by_handle: NamedTensors, on_h
             own[name].copy_(tensor)
 
     given = {"load_ipc": by_handle, "load_host": on_host}
-    pipe.send({name: _median_s(device, partial(load, weights)) for name, weights in given.items()})
+    pipe.send({name: time_turns(partial(load, weights), NUM_TURNS) for name, weights in given.items()})
 
 
 if __name__ == "__main__":

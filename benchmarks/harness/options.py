@@ -22,6 +22,7 @@ from benchmarks.harness.rows import Row, RowFile
 Verdict = tuple[bool, str]
 """Whether every target is met, and the worst ratio to a target as a sentence."""
 
+_WORST = "worst ratio to a target: "
 
 TERMINATED = 143
 """Exit code."""
@@ -118,4 +119,14 @@ def report(
 def judge(ratios: Mapping[str, float]) -> Verdict:
     """Return the verdict on ratios by name, each at least 1 if its target is met."""
     name, worst = min(ratios.items(), key=lambda item: item[1])
-    return worst >= 1, f"worst ratio to a target: {worst:.2f} ({name})"
+    return worst >= 1, f"{_WORST}{worst:.2f} ({name})"
+
+
+def read_ratio(verdict: str) -> float | None:
+    """Return the ratio of a verdict of `judge`; None of any other text.
+
+    >>> read_ratio(judge({"speed": 1.5})[1])
+    1.5
+    """
+    number = verdict.removeprefix(_WORST).partition(" ")[0]
+    return float(number) if verdict.startswith(_WORST) else None

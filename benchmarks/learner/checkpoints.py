@@ -1,9 +1,10 @@
 """Cost of a checkpoint to training: the stall, the write beside it, the load.
 
-    asyncrl bench checkpoints [--layers 8] [--hidden 512] [--quick] [--json FILE] [--check]
+    asyncrl bench checkpoints [--layers 8] [--hidden 512] [--model 0.6B] [--quick] [--json FILE] [--check]
 
 The target: training stands still for at most half of a checkpoint's total time. One process, a
-randomly initialised model, AdamW state in float32, the best of three of each.
+randomly initialised model, AdamW state in float32, the best of three of each. `--model 0.6B` takes a Qwen3 of
+that size in bfloat16, on the GPU if there is one.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from asyncrl.core.config.tree import LearnerSection
 from benchmarks.harness.options import Verdict, judge, make_parser, report
-from benchmarks.learner.inputs import save_qwen3
+from benchmarks.learner.inputs import QWEN3, save_qwen3
 from learner.backend import Placement
 from learner.checkpoint import CheckpointStore
 
@@ -38,9 +41,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = make_parser("asyncrl bench checkpoints", __doc__, quick="two layers: under a minute")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--model", choices=QWEN3, help="in place of --layers and --hidden")
     given = parser.parse_args(arguments)
+    size = given.model and ("tiny" if given.quick else given.model)
+    fields = QWEN3[size] if size else make_fields(2 if given.quick else given.layers, given.hidden)
     with tempfile.TemporaryDirectory() as name:
-        figures = measure(Path(name), 2 if given.quick else given.layers, given.hidden)
+        figures = measure(Path(name), fields, "bfloat16" if size else "float32", is_on_gpu=bool(size))
     return report(given, figures, table, check)
 
 
@@ -55,12 +61,18 @@ def check(figures: dict[str, float]) -> Verdict:
     return judge({f"stall {share:.2f} of a checkpoint, target {MAX_STALL_SHARE}": MAX_STALL_SHARE / share})
 
 
-def measure(folder: Path, num_layers: int, hidden_size: int) -> dict[str, float]:
-    """Return the figures by title, in seconds unless the title says otherwise."""
+def measure(folder: Path, fields: Mapping[str, Any], dtype: str, *, is_on_gpu: bool) -> dict[str, float]:
+    """Return the figures by title, in seconds unless the title says otherwise.
+
+    Args:
+        fields: Of the Qwen3 that is trained.
+        is_on_gpu: Whether it is on a GPU, if there is one.
+    """
     from learner.megatron.backend import MegatronBackend
 
-    model = save_model(folder / "model", num_layers, hidden_size)
-    backend = MegatronBackend(model, LearnerSection(), Placement(), dtype="float32")
+    gpus = int(is_on_gpu and torch.cuda.is_available())
+    save_qwen3(folder / "model", getattr(torch, dtype), "cuda" if gpus else "cpu", **fields)
+    backend = MegatronBackend(folder / "model", LearnerSection(gpus=gpus), Placement(), dtype=dtype)
     store = CheckpointStore(folder / "checkpoints", keep=1)
     figures: dict[str, float] = {}
     try:
@@ -81,21 +93,12 @@ def measure(folder: Path, num_layers: int, hidden_size: int) -> dict[str, float]
     return figures
 
 
-def save_model(folder: Path, num_layers: int, hidden_size: int) -> Path:
-    """Write a randomly initialised Qwen3 and return its folder."""
+def make_fields(num_layers: int, hidden_size: int) -> dict[str, Any]:
+    """Return a Qwen3 of this shape, with a small vocabulary."""
     num_heads = hidden_size // 64
-    save_qwen3(
-        folder,
-        vocab_size=8192,
-        hidden_size=hidden_size,
-        intermediate_size=4 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
-    return folder
+    fields = {"vocab_size": 8192, "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size}
+    fields |= {"num_hidden_layers": num_layers, "num_attention_heads": num_heads, "head_dim": 64}
+    return fields | {"num_key_value_heads": num_heads, "tie_word_embeddings": True}
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:

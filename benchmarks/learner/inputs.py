@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,23 @@ import torch
 
 from asyncrl.core.experience import Trajectory
 from asyncrl.core.staleness import Span
+from learner.batching.batch import PackedBatch
+
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
+    fields = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    fields |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
+    return fields | {"max_position_embeddings": 40_960, "tie_word_embeddings": True} | others
+
+
+QWEN3: Mapping[str, Mapping[str, Any]] = {
+    "0.6B": _qwen3(1024, 3072, 28, 16),
+    "1.7B": _qwen3(2048, 6144, 28, 16),
+    "4B": _qwen3(2560, 9728, 36, 32),
+    "8B": _qwen3(4096, 12_288, 36, 32, tie_word_embeddings=False),
+    "tiny": _qwen3(32, 64, 2, 2, num_key_value_heads=1, head_dim=16, vocab_size=64),
+}
+"""Fields of `transformers.Qwen3Config` by size, as in the models' own config.json; `tiny` is for a CPU."""
 
 
 def save_qwen3(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **fields: Any) -> int:
@@ -38,3 +56,13 @@ def make_trajectory(generator: np.random.Generator, num_tokens: int, vocab_size:
         reward=float(generator.standard_normal()),
         finish_reason="stop",
     )
+
+
+def loss(
+    logprobs_N: torch.Tensor, entropy_N: torch.Tensor, microbatch: PackedBatch
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Return the policy gradient with the reward as advantage, and a little entropy, token-mean."""
+    rewards_N = microbatch.rewards_R[microbatch.row_N]
+    per_token_N = -(rewards_N * logprobs_N + 0.01 * entropy_N) * microbatch.loss_mask_N
+    total = per_token_N.sum() / microbatch.totals.num_tokens
+    return total, {"actor/pg_loss": total.detach()}

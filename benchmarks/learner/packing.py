@@ -26,7 +26,7 @@ import torch
 from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.experience import Group
 from benchmarks.harness.options import Verdict, judge, make_parser, report
-from benchmarks.learner.inputs import make_trajectory, save_qwen3
+from benchmarks.learner.inputs import loss, make_trajectory, save_qwen3
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, build_batch
 from learner.megatron.backend import MegatronBackend
@@ -124,16 +124,6 @@ def pad_rows(batch: PackedBatch) -> PackedBatch:
     padded["row_N"] = torch.arange(batch.num_rows).repeat_interleave(longest)
     cu_seqlens = tuple(range(0, (batch.num_rows + 1) * longest, longest))
     return dataclasses.replace(batch, **padded, cu_seqlens=cu_seqlens)
-
-
-def loss(
-    logprobs_N: torch.Tensor, entropy_N: torch.Tensor, microbatch: PackedBatch
-) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Return the policy gradient with the reward as advantage, and a little entropy, token-mean."""
-    rewards_N = microbatch.rewards_R[microbatch.row_N]
-    per_token_N = -(rewards_N * logprobs_N + 0.01 * entropy_N) * microbatch.loss_mask_N
-    total = per_token_N.sum() / microbatch.totals.num_tokens
-    return total, {"actor/pg_loss": total.detach()}
 
 
 def read_gradients(backend: MegatronBackend) -> dict[str, torch.Tensor]:

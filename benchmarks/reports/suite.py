@@ -8,9 +8,6 @@ its time does not end the others. Invariant: two of them never run at once.
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +17,7 @@ from pathlib import Path
 
 from asyncrl.cli.commands.bench import BENCHMARKS
 from asyncrl.core.errors import DataError
+from benchmarks.harness.children import GRACE_S, run_child
 from benchmarks.harness.options import command_of, end_on_sigterm, writable
 from benchmarks.harness.rows import Row, RowFile
 
@@ -27,10 +25,8 @@ QUICK = tuple(name for name, one in BENCHMARKS.items() if one.in_all == "quick")
 """230 s together on two idle cores."""
 FULL = tuple(name for name, one in BENCHMARKS.items() if one.in_all in ("quick", "whole"))
 LEFT_OUT = tuple(name for name, one in BENCHMARKS.items() if one.in_all == "never")
-"""Never run by `all`: they give rates and judge nothing, take hours, or have pages of their own."""
+"""Never run by `all`: they give rates and judge nothing, take hours, need a GPU, or have pages of their own."""
 QUICK_S, FULL_S = 300.0, 4 * 3600.0
-GRACE_S = 20.0
-"""Between being asked to end and being ended: a benchmark takes its own processes down meanwhile."""
 CLOSING_S = 5.0
 """At the end of all: the table, the rows with what they ran on, and the picture."""
 RESERVE_S = 60.0
@@ -135,27 +131,8 @@ def run_alone(arguments: Sequence[str], limit_s: float) -> tuple[int, str]:
     One that is over its time, or interrupted with this process, is asked to end, so that it leaves nothing
     behind, and ended with all of its session if it does not.
     """
-    command = [sys.executable, "-m", "asyncrl.cli", "bench", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return 1, f"did not end within {limit_s:.0f} s"
-    finally:
-        _end(process)
-    return process.returncode, output
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a process that still runs, and the session that it leads."""
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.communicate(timeout=GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    ended = run_child([sys.executable, "-m", "asyncrl.cli", "bench", *arguments], limit_s)
+    return (1, f"did not end within {limit_s:.0f} s") if ended.is_late else (ended.code, ended.output)
 
 
 def table(results: Sequence[Result]) -> str:

@@ -86,6 +86,11 @@ BENCHMARKS: dict[str, Benchmark] = {
     "concurrency_vllm": Benchmark(
         "rollout.concurrency_vllm", "Measure when a replica should take another group, on vLLM.", "never"
     ),
+    "gpu": Benchmark(
+        "gpu.suite",
+        "Measure all that a GPU machine can tell in 25 minutes; --dry checks it on a CPU.",
+        "never",
+    ),
     "soak": Benchmark(
         "soak.soak", "Measure what grows in a run that never ends, and tell it for a week.", "never"
     ),
