@@ -3,9 +3,9 @@
 Each part is a process in a session of its own, with its own time. The file of `--json` is written anew after
 each part, so that a suite that is cut short leaves the rows of those before. What is missing here, and what
 no longer fits into `--minutes`, is skipped by name. `--dry` runs every part with tiny sizes on the CPU and
-checks that each works; `--quick` those of them that fit into a minute; neither judges a figure. Exits with 1 if a part fails, or with
---check if one misses its target. benchmarks/gpu/README.md says how to carry it to a machine without network.
-Invariant: two parts never run at once.
+checks that each works; `--quick` those of them that fit into a minute; neither judges a figure. Exits with 1
+if a part fails, or with --check if one misses its target. benchmarks/gpu/README.md says how to carry it to a
+machine without network. Invariant: two parts never run at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Part:
     Attributes:
         command: Module and arguments.
         gpu_s, dry_s: Time that it should take on an H100 (estimated: it has not run on one), and with tiny
-            sizes on two cores (measured). It is ended after three times that and half a minute.
+            sizes on two cores (measured). It is ended after three times that and a minute.
         needs: Modules, or one of `GPU`, `GPUS` and `PLUGIN`.
     """
 
@@ -190,7 +190,7 @@ def run_all(
         if missing:
             yield Result(part.name, "skipped", missing)
             continue
-        yield run_one(part, "--quick" if is_dry else "--check", min(left_s, 3 * should_s + 30), environment)
+        yield run_one(part, "--quick" if is_dry else "--check", min(left_s, 3 * should_s + 60), environment)
 
 
 def make_environment(environment: Mapping[str, str], *, is_dry: bool) -> dict[str, str]:

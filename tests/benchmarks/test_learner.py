@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from benchmarks.gpu import learner as gpu_learner
 from benchmarks.learner import training as learner
 from benchmarks.learner import verl_loss
 
@@ -93,23 +92,3 @@ def test_verl_itself_gives_the_same_loss_and_gradient_and_leaves_no_stand_ins():
     assert not {name for name in sys.modules if name.partition(".")[0] in ("verl", "tensordict")}
     results = verl_loss.measure(functions, 16, 64, 1)
     assert results["error"] < verl_loss.TARGET_ERROR
-
-
-def test_the_gpu_benchmark_counts_causal_attention_within_rows_only():
-    batch = gpu_learner.make_batch(gpu_learner.TINY)
-    assert set(batch.row_lengths) == {64}
-    assert gpu_learner.count_pairs(batch) == batch.num_rows * 64 * 65 / 2
-
-
-def test_the_gpu_benchmark_trains_full_microbatches():
-    results = gpu_learner.measure(gpu_learner.TINY)
-    assert results["num_tokens"] == 256
-    assert results["mfu"] == pytest.approx(results["tflops"] / results["peak_tflops"])
-    assert gpu_learner.table(results).endswith(f"MFU {results['mfu']:.1%}")
-
-
-@pytest.mark.parametrize(("mfu", "said"), [(0.5, "1.11"), (0.3, "0.67")])
-def test_a_low_utilisation_is_a_miss(mfu, said):
-    is_met, verdict = gpu_learner.check({"mfu": mfu})
-    assert is_met == (mfu > 0.45)
-    assert f"worst ratio to a target: {said}" in verdict

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.gpu import weight_sync as gpu_weight_sync
-from benchmarks.harness.rows import RowFile
 from benchmarks.reports.comparison import compare
 from benchmarks.weight_sync import rounds as weight_sync
 from benchmarks.weight_sync.peers.joiners import measure_joiners
@@ -131,20 +128,3 @@ def test_rows_of_two_bucket_sizes_or_of_a_short_form_share_no_case() -> None:
 def test_the_picture_is_drawn(tmp_path: Any) -> None:
     weight_sync.draw(make_results(), tmp_path / "rates.png")
     assert (tmp_path / "rates.png").stat().st_size > 1000
-
-
-def test_the_gpu_benchmark_moves_exact_bytes_and_writes_rows(tmp_path: Any) -> None:
-    flags = ["--quick", "--bytes", "300000", "--bucket-bytes", "65536"]
-    assert gpu_weight_sync.main([*flags, "--json", str(tmp_path / "rows.json")]) == 0
-    file = RowFile.read(tmp_path / "rows.json")
-    assert file.figures["is_exact"]
-    (row,) = file.rows
-    rates = [value for name, value in row.values.items() if name.startswith("bytes_per_s/")]
-    assert len(rates) == 8 and min(rates) > 0
-    assert row.bench == "gpu.weight_sync" and row.case["device"] == "CPU"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_without_a_gpu_the_gpu_benchmark_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_weight_sync.main([]) == 1
-    assert "--quick" in capsys.readouterr().err
