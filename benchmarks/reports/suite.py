@@ -25,7 +25,7 @@ QUICK = tuple(name for name, one in BENCHMARKS.items() if one.in_all == "quick")
 """230 s together on two idle cores."""
 FULL = tuple(name for name, one in BENCHMARKS.items() if one.in_all in ("quick", "whole"))
 LEFT_OUT = tuple(name for name, one in BENCHMARKS.items() if one.in_all == "never")
-"""Never run by `all`: they give rates and judge nothing, take hours, need a GPU, or have pages of their own."""
+"""Never run by `all`: they give rates, take hours, need a GPU, or have pages of their own."""
 QUICK_S, FULL_S = 300.0, 4 * 3600.0
 CLOSING_S = 5.0
 """At the end of all: the table, the rows with what they ran on, and the picture."""
