@@ -162,3 +162,30 @@ class LoadedParameter(Protocol):
     """A parameter with the function that fills it."""
 
     weight_loader: Callable[..., object]
+
+
+class CachedBlock(Protocol):
+    """A block of the KV cache, with the hash of the tokens up to its end while others can find it."""
+
+    def reset_hash(self) -> None:
+        """Forget the hash."""
+
+
+class BlockPool(Protocol):
+    """The blocks of an engine core, with the index of those that hold prefixes."""
+
+    blocks: Sequence[CachedBlock]
+    cached_block_hash_to_block: object
+    cached_block_hashes_by_block: dict[int, object]
+
+
+class CacheManager(Protocol):
+    """The KV cache of an engine core."""
+
+    block_pool: BlockPool
+
+
+class Scheduler(Protocol):
+    """The scheduler of an engine core."""
+
+    kv_cache_manager: CacheManager

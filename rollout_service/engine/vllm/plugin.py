@@ -23,6 +23,9 @@ def register() -> None:
     """Register the weight-transfer backend; calling it twice does no harm."""
     _end_with_parent()
     _permit_tiles()
+    from rollout_service.engine.vllm.prefixes import forget_at_resumption
+
+    forget_at_resumption()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,8 @@ from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.protocol import Completion, Sampling
 from rollout_service.engine.vllm.engine import VllmEngine
 from tests.rollout.engine.engine_parts import LoopThread, logprobs_of, make_model, probe_of, save_model, stage
-from tests.rollout.replica.flight_parts import TOLERANCE, Answer, Flight, settings_for
+from tests.rollout.replica.flight_parts import TOLERANCE, Answer, Flight, settings_for, until_under_way
+from weight_sync.memory.staging import Staged
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 NUM_SWAPS = 20
@@ -123,6 +125,44 @@ def test_a_prefix_of_an_older_version_is_never_served(sharing: tuple[LoopThread,
     found = ask("after the swap")
     wanted = logprobs_of(flight.models[number], prompt, found.token_ids.tolist())
     assert (torch.tensor(found.logprobs) - wanted).abs().max() < TOLERANCE
+
+
+def test_a_request_that_waits_through_a_swap_finds_no_prefix_of_the_older_version(
+    sharing: tuple[LoopThread, Flight],
+):
+    """It was salted with the older version, and has not begun: its prompt is computed by the new weights."""
+    loop, flight = sharing
+    engine = flight.engine
+    engine._settings = replace(engine._settings, recomputes_kv_cache=False)
+    prompt = [index * 3 % 10 for index in range(400)]
+    sampling = Sampling(1.0, 8, 9, ignores_eos=True)
+    loop.call(engine.generate(prompt, sampling, "waited.before"))
+    assert _num_cached(loop, engine, prompt) > 300, "nothing was shared: this test shows nothing"
+    number = max(flight.models) + 1
+    flight.models[number] = make_model(number)
+    with stage(flight.models[number], PolicyVersion(number, number)) as staged:
+        found = loop.call(_wait_through(engine, staged, prompt, sampling))
+    assert [span.version for span in found.spans] == [number]
+    wanted = logprobs_of(flight.models[number], prompt, found.token_ids.tolist())
+    assert (torch.tensor(found.logprobs) - wanted).abs().max() < TOLERANCE
+
+
+async def _wait_through(
+    engine: VllmEngine, staged: Staged, prompt: list[int], sampling: Sampling
+) -> Completion:
+    """Swap while all places of the batch are taken and one more request waits; return its answer."""
+    places = engine._settings.max_sequences
+    long = Sampling(1.0, 700, 1, ignores_eos=True)
+    running = [asyncio.create_task(engine.generate([1, 2], long, f"place.{n}")) for n in range(places)]
+    await until_under_way(engine, places - 1)
+    waiting = asyncio.create_task(engine.generate(prompt, sampling, "waited.after"))
+    async with asyncio.timeout(60.0):
+        while engine.client.get_num_unfinished_requests() <= places:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.001)
+    await engine.swap(staged)
+    assert not waiting.done()
+    await asyncio.gather(*running)
+    return await waiting
 
 
 def _num_cached(loop: LoopThread, engine: VllmEngine, prompt: list[int]) -> int:
