@@ -127,6 +127,10 @@ class EngineFacts:
     owned_args: Mapping[str, str] | None = None
     owned_args_on_cpu: Mapping[str, str] = field(default_factory=dict)
 
+    def choose_prefix_caching(self, config: Config) -> tuple[bool, str]:
+        """Return whether prompts share their KV cache, by `rollout.prefix_caching`, and why."""
+        return False, f"rollout.engine {config.rollout.engine} has no KV cache"
+
 
 @dataclass(frozen=True)
 class BackendFacts:
@@ -242,6 +246,8 @@ def _folders(package: str) -> list[str]:
 
 
 if TYPE_CHECKING:
+    from asyncrl.core.config.tree import Config
+
     JournalName: TypeAlias = str
     EngineName: TypeAlias = str
     BackendName: TypeAlias = str

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.core.config.conflicts import WITH_VALUES
 from asyncrl.core.config.tree import Config
-from asyncrl.core.variants import rewards
+from asyncrl.core.variants import engine_facts, rewards
 from asyncrl.planner.hardware import ASSUMED
 from asyncrl.planner.rates import Rates
 
@@ -50,7 +50,20 @@ def _find_in_rollout(config: Config, setting: Setting, rates: Rates) -> Iterator
     if rollout.response_tokens and config.eval.every_steps:
         yield "rollout.response_tokens: how long answers of an evaluation are; drawn as those of groups"
     if rollout.kv_cache == "recompute" and ASSUMED in rates.source:
-        yield "rollout.kv_cache recompute: what a swap lets engines compute again of running answers"
+        yield _price_recomputation(setting, rates)
+    shares_prompts = engine_facts(rollout.engine).choose_prefix_caching(config)[0]
+    if shares_prompts and rates.prefill_s_per_token and setting.num_samples > 1:
+        yield f"rollout.prefix_caching: each of {setting.num_samples} answers computes its prompt here"
+
+
+def _price_recomputation(setting: Setting, rates: Rates) -> str:
+    """Return the caveat with tokens and seconds of one swap, where the time of a prompt's token is known."""
+    what = "rollout.kv_cache recompute: what a swap lets engines compute again of running answers"
+    if not rates.prefill_s_per_token:
+        return what
+    running = min(setting.max_sequences, setting.max_groups * setting.num_samples)
+    tokens = running * (setting.prompt_tokens + setting.lengths.median_tokens / 2)
+    return f"{what}: {tokens:,.0f} tokens, {tokens * rates.prefill_s_per_token:.2g} s, when half done"
 
 
 def _find_in_learner(config: Config, setting: Setting, rates: Rates) -> Iterator[str]:

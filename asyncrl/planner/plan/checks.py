@@ -48,6 +48,12 @@ def find_notes(config: Config) -> Iterator[str]:
             "rollout.replicas is 0: the run waits, and trains nothing, until 'asyncrl scale rollout=1' or a "
             "generator of another maker brings groups"
         )
+    if rollout.gpus and rollout.kv_cache == "recompute":
+        tokens = rollout.max_sequences * (config.data.max_prompt_tokens + rollout.max_tokens)
+        yield (
+            f"rollout.kv_cache recompute: at each version an engine computes up to {tokens:,} tokens again "
+            "(rollout.max_sequences x tokens of a row; 'plan --simulate' tells seconds); keep: none"
+        )
 
 
 def count_all(config: Config, replicas: int, receivers: int) -> list[Part]:

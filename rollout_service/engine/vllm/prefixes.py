@@ -1,7 +1,7 @@
 """Prefix cache of vLLM's engine core over a change of weights.
 
-A prompt is salted with the version that is served when it is sent, and may wait in the core through a swap. With
-`rollout.kv_cache: keep` vLLM 0.32 keeps the index of cached blocks then, so that such a request began on keys
+A prompt is salted with the version that is served when it is sent, and may wait in the core through a swap.
+With `rollout.kv_cache: keep` vLLM 0.32 keeps the index of cached blocks then: such a request began on keys
 and values of the older weights (log-probs off by 2.9). Its own reset refuses while a request holds blocks.
 Invariant: a core that resumes finds no block that was computed before.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from asyncrl.core.config.tree import Config
@@ -9,6 +10,9 @@ from rollout_service.engine.protocol import Engine, EngineVariant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+DETERMINISTIC = "VLLM_BATCH_INVARIANT"
+"""vLLM's deterministic mode: a request's answer does not depend on the others of its batch."""
 
 
 class VllmVariant(EngineVariant):
@@ -22,6 +26,18 @@ class VllmVariant(EngineVariant):
         if not config.rollout.gpus:
             start_forkserver()
 
+    def choose_prefix_caching(self, config: Config) -> tuple[bool, str]:
+        if config.rollout.prefix_caching != "auto":
+            return config.rollout.prefix_caching, "rollout.prefix_caching says so"
+        exact = {
+            "staleness.max_lag 0": config.staleness.max_lag == 0,
+            "run.record": config.run.record,
+            DETERMINISTIC: os.environ.get(DETERMINISTIC, "0") != "0",
+        }
+        for cause in (cause for cause, is_set in exact.items() if is_set):
+            return False, f"{cause}: last digits must not depend on earlier requests"
+        return True, "rollout.prefix_caching auto, within one version"
+
     def build(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
         from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 
@@ -33,7 +49,7 @@ class VllmVariant(EngineVariant):
             max_sequences=rollout.max_sequences,
             kv_cache_bytes=rollout.kv_cache_bytes,
             recomputes_kv_cache=rollout.kv_cache == "recompute",
-            caches_prefixes=rollout.prefix_caching,
+            caches_prefixes=self.choose_prefix_caching(config)[0],
             num_gpus=rollout.gpus,
             seed=config.run.seed,
             engine_args=rollout.engine_args,

@@ -16,8 +16,9 @@ from tokenizers import Tokenizer, models
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.planner import plan
-from asyncrl.planner.plan import checks, prepare
+from asyncrl.planner.plan import checks, derived, prepare
 from asyncrl.planner.plan.footprint import shared_memory
+from rollout_service.engine.protocol import engine_variant
 from tests.planner.plan.model_folder import write_model_folder
 from weight_sync.composition import build_publisher
 
@@ -45,6 +46,51 @@ def problems_of(values: dict[str, Any]) -> list[str]:
 def test_a_good_configuration_has_a_plan(good: dict[str, Any]) -> None:
     found = plan.check(Config(**good))
     assert (found.num_gpus, found.num_cpus, found.weight_sync.backend) == (0, 1.25, "gloo")
+
+
+@pytest.mark.parametrize(
+    ("changes", "chosen", "why"),
+    [
+        ({}, "on", "auto, within one version"),
+        ({"staleness": {"max_lag": 0}}, "off", "staleness.max_lag 0: last digits"),
+        ({"run": {"record": True}}, "off", "run.record: last digits"),
+        ({"rollout": {"prefix_caching": False}}, "off", "rollout.prefix_caching says so"),
+        ({"rollout": {"prefix_caching": True}, "staleness": {"max_lag": 0}}, "on", "says so"),
+        ({"rollout": {"engine": "scripted", "prefix_caching": True}}, "off", "scripted has no KV cache"),
+    ],
+)
+def test_prompts_share_their_cache_unless_answers_are_to_be_equal_to_the_bit(
+    changes: dict[str, Any], chosen: str, why: str
+) -> None:
+    assert_prefix_caching({**GOOD, **changes}, chosen, why)
+
+
+def test_the_deterministic_mode_of_vllm_shares_no_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert_prefix_caching(GOOD, "off", "VLLM_BATCH_INVARIANT: last digits")
+
+
+GOOD: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}
+
+
+def assert_prefix_caching(values: dict[str, Any], chosen: str, why: str) -> None:
+    """The plan says it, and the engine is given it."""
+    config = Config(**values)
+    (told,) = [one for one in derived.derive(config) if one.name == "prefix caching"]
+    assert told.value == chosen and why in told.rule
+    if config.rollout.engine == "vllm":
+        engine: Any = engine_variant("vllm").build(config, None)  # type: ignore[arg-type]
+        assert engine._settings.caches_prefixes == (chosen == "on")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "kv_cache", "num"), [(1, "recompute", 1), (1, "keep", 0), (0, "recompute", 0)]
+)
+def test_on_gpus_a_plan_says_what_recomputing_the_cache_may_take(gpus: int, kv_cache: str, num: int) -> None:
+    sizes = {"max_sequences": 100, "max_tokens": 900, "gpus": gpus, "kv_cache": kv_cache}
+    config = Config(**{**GOOD, "data": {"train": "t", "max_prompt_tokens": 100}, "rollout": sizes})
+    told = [note for note in checks.find_notes(config) if note.startswith("rollout.kv_cache recompute")]
+    assert len(told) == num and all("up to 100,000 tokens" in note for note in told)
 
 
 @pytest.mark.parametrize(

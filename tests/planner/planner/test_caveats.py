@@ -20,6 +20,7 @@ from tests.planner.planner.runs import SETTINGS, make_config
 ON_GPUS = ("rollout.gpus=1", "learner.gpus=1", "checkpoint.every_steps=20", "rollout.kv_cache=keep")
 FULL = Rates(part_s=0.1, checkpoint_s=1.0, source="a run")
 GUESS = Rates(part_s=0.1, checkpoint_s=1.0, source=f"H100, {ASSUMED}")
+PRICED = Rates(part_s=0.1, checkpoint_s=1.0, prefill_s_per_token=1e-3, source=f"H100, {ASSUMED}")
 BARE = Rates(source="a run")
 IN_PARTS = ("learner.stream=true", "learner.minibatches=1")
 UNFORCED = "rollout.response_tokens=null"
@@ -56,6 +57,7 @@ def test_nothing_is_said_of_what_is_simulated(settings):
         (("learner.gpus=0",), FULL, "learner.gpus 0: cores that learner and engines share"),
         (("algorithm.drop_constant_groups=true",), FULL, "algorithm.drop_constant_groups: groups dropped"),
         (("rollout.kv_cache=recompute",), GUESS, "rollout.kv_cache recompute: what a swap"),
+        (("rollout.engine=vllm",), PRICED, "rollout.prefix_caching: each of 4 answers computes its prompt"),
         (("algorithm.advantage=gae",), GUESS, "algorithm.advantage gae: the critic's seconds"),
         (IN_PARTS, BARE, "learner.stream: what a part costs"),
         ((), BARE, "checkpoint.every_steps 20: its stall; these rates do not tell it"),
@@ -67,6 +69,16 @@ def test_nothing_is_said_of_what_is_simulated(settings):
 def test_what_is_not_simulated_is_named_by_its_key(settings, rates, told):
     found = caveats(*settings, rates=rates)
     assert any(line.startswith(told) for line in found), found
+
+
+def test_the_recomputation_of_running_answers_has_its_price():
+    """128 answers, of a prompt of 100 tokens and half of the median of 50."""
+    lengths = ("rollout.response_tokens=lognormal:1.0:50", "data.max_prompt_tokens=200")
+    told = caveats("rollout.kv_cache=recompute", "rollout.max_sequences=128", *lengths, rates=PRICED)
+    assert any("running answers: 16,000 tokens, 16 s, when half done" in line for line in told), told
+    assert any(
+        line.endswith("of running answers") for line in caveats("rollout.kv_cache=recompute", rates=GUESS)
+    )
 
 
 def test_the_plan_prints_what_it_leaves_out(tmp_path):

@@ -147,6 +147,31 @@ def test_a_request_that_waits_through_a_swap_finds_no_prefix_of_the_older_versio
     assert (torch.tensor(found.logprobs) - wanted).abs().max() < TOLERANCE
 
 
+def test_requests_that_share_a_prompt_are_recomputed_by_the_new_weights(sharing: tuple[LoopThread, Flight]):
+    """On a CPU a generator cannot be rewound, as vLLM does for a prefill in chunks: it would die."""
+    loop, flight = sharing
+    engine = flight.engine
+    engine._settings = replace(engine._settings, recomputes_kv_cache=True)
+    prompt, old = [index * 9 % 10 for index in range(400)], max(flight.models)
+
+    async def cross(staged: Staged) -> list[Completion]:
+        long = [Sampling(1.0, 300, seed, ignores_eos=True) for seed in range(32)]
+        asked = [
+            asyncio.create_task(engine.generate(prompt, one, f"shared.{one.seed}.{old}")) for one in long
+        ]
+        await until_under_way(engine, len(asked) - 1)
+        await engine.swap(staged)
+        return await asyncio.gather(*asked)
+
+    flight.models[old + 1] = make_model(old + 1)
+    with stage(flight.models[old + 1], PolicyVersion(old + 1, old + 1)) as staged:
+        completions = loop.call(cross(staged))
+    for completion in completions:
+        assert [span.version for span in completion.spans] == [old, old + 1]
+        for span in completion.spans:
+            assert flight.distance(Answer(prompt, completion), span, span.version) < TOLERANCE
+
+
 async def _wait_through(
     engine: VllmEngine, staged: Staged, prompt: list[int], sampling: Sampling
 ) -> Completion:

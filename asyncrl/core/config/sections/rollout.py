@@ -97,6 +97,13 @@ def as_replicas(value: object) -> object:
     raise refuse("a whole number of 0 or more, or {min, max}", "")
 
 
+def check_choice(value: object) -> object:
+    """Raise unless `value` is auto, true or false."""
+    if isinstance(value, bool) or value == "auto":
+        return value
+    raise refuse("auto, true or false", "auto is off where runs are to be equal to the bit")
+
+
 class RolloutSection(Section):
     """The rollout services. Training samples with the temperature only: no top-p, top-k or penalty.
 
@@ -106,7 +113,7 @@ class RolloutSection(Section):
 
     `response_tokens` forces response lengths (`lognormal:<sigma>:<median>`), for benchmarks. With
     `prefix_caching` equal prompts share their KV cache within one version; a response then depends, in the
-    last digits, on earlier requests.
+    last digits, on earlier requests. `auto` is off where runs are to be equal to the bit (`plan` says why).
 
     An answer ends at the end of sequence, after one of the strings in `stop`, or cut at `max_tokens`; with
     `truncated: mask` an answer that was cut is not trained, though its reward counts in its group's
@@ -134,7 +141,10 @@ class RolloutSection(Section):
     """[1] Sampling temperature; the learner applies the same."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """Whether the KV cache of running answers is recomputed or kept when weights change."""
-    prefix_caching: bool = False
+    prefix_caching: Annotated[
+        bool | Literal["auto"],
+        BeforeValidator(check_choice, json_schema_input_type=bool | Literal["auto"]),
+    ] = "auto"
     """Whether equal prompts share their KV cache within one version."""
     max_sequences: Count = 128
     """[trajectories] Most trajectories that one engine generates at once."""

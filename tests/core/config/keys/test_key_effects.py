@@ -261,7 +261,7 @@ EFFECTS: tuple[tuple[str, Look, Any, Changes], ...] = (
     ("rollout.max_tokens", replica, 9, {}),
     ("rollout.temperature", replica, 0.5, {}),
     ("rollout.kv_cache", replica, "keep", {}),
-    ("rollout.prefix_caching", replica, True, {}),
+    ("rollout.prefix_caching", replica, False, {}),
     ("rollout.max_sequences", replica, 64, {}),
     ("rollout.kv_cache_bytes", replica, 1 << 20, {}),
     ("rollout.engine_args", replica, {"block_size": 32}, {}),
