@@ -116,6 +116,8 @@ class EngineFacts:
         cpu_head_sizes: Sizes of attention heads that it runs on CPU; empty for all. On GPUs it runs any.
         owned_args: Names that `rollout.engine_args` may not hold, and where to set each or why not; None
             where the engine takes no arguments. owned_args_on_cpu: More of them where it runs on the CPU.
+        shares_prefixes: Whether equal prompts can share their KV cache.
+        deterministic_mode: Environment variable under which no answer depends on other requests.
     """
 
     title: str
@@ -126,10 +128,8 @@ class EngineFacts:
     cpu_head_sizes: tuple[int, ...] = ()
     owned_args: Mapping[str, str] | None = None
     owned_args_on_cpu: Mapping[str, str] = field(default_factory=dict)
-
-    def choose_prefix_caching(self, config: Config) -> tuple[bool, str]:
-        """Return whether prompts share their KV cache, by `rollout.prefix_caching`, and why."""
-        return False, f"rollout.engine {config.rollout.engine} has no KV cache"
+    shares_prefixes: bool = False
+    deterministic_mode: str = ""
 
 
 @dataclass(frozen=True)
@@ -246,8 +246,6 @@ def _folders(package: str) -> list[str]:
 
 
 if TYPE_CHECKING:
-    from asyncrl.core.config.tree import Config
-
     JournalName: TypeAlias = str
     EngineName: TypeAlias = str
     BackendName: TypeAlias = str

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from asyncrl.core.config.conflicts import WITH_VALUES
+from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config
-from asyncrl.core.variants import engine_facts, rewards
+from asyncrl.core.variants import rewards
 from asyncrl.planner.hardware import ASSUMED
 from asyncrl.planner.rates import Rates
 
@@ -51,7 +52,7 @@ def _find_in_rollout(config: Config, setting: Setting, rates: Rates) -> Iterator
         yield "rollout.response_tokens: how long answers of an evaluation are; drawn as those of groups"
     if rollout.kv_cache == "recompute" and ASSUMED in rates.source:
         yield _price_recomputation(setting, rates)
-    shares_prompts = engine_facts(rollout.engine).choose_prefix_caching(config)[0]
+    shares_prompts = choose_prefix_caching(config)[0]
     if shares_prompts and rates.prefill_s_per_token and setting.num_samples > 1:
         yield f"rollout.prefix_caching: each of {setting.num_samples} answers computes its prompt here"
 

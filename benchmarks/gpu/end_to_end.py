@@ -125,6 +125,7 @@ def make_config(folder: Path, sizes: Sizes, max_lag: int) -> Config:
         "rollout.gpus": sizes.gpus,
         "rollout.max_tokens": sizes.max_tokens,
         "rollout.response_tokens": sizes.response_tokens,
+        "rollout.prefix_caching": "false",  # the same in both: auto is off at max_lag 0
         "staleness.max_lag": max_lag,
         "algorithm.drop_constant_groups": "false",
         "learner.cpus": sizes.learner_cpus,

@@ -156,6 +156,7 @@ def make_config(case: Case, task: Path, folder: Path) -> Config:
         "rollout.max_sequences": setting.rows // ranks,  # of each replica: together they take one batch
         "rollout.max_tokens": setting.max_tokens,
         "rollout.response_tokens": f"lognormal:{lengths.sigma}:{lengths.median_tokens}",
+        "rollout.prefix_caching": "false",  # the same in every case: auto is off at max_lag 0
         "staleness.max_lag": case.max_lag,
         "learner.steps": FOREVER,
         "learner.groups_per_step": setting.groups_per_step,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config
 from asyncrl.core.staleness import max_open_tickets
-from asyncrl.core.variants import engine_facts
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def derive(config: Config) -> list[Derived]:
         found.append(Derived("last learning rate", last, "learner.lr x the ratio of learner.lr_schedule"))
     if rollout.replicas.is_elastic or rollout.standby:
         found.append(Derived("rollout replicas", _range(config), "rollout.replicas, rollout.standby"))
-    is_shared, why = engine_facts(rollout.engine).choose_prefix_caching(config)
+    is_shared, why = choose_prefix_caching(config)
     found.append(Derived("prefix caching", "on" if is_shared else "off", why))
     curve = "encrypted, with keys" if config.launcher.has_curve else "plain"
     found.append(Derived("connections", curve, "launcher.curve, launcher.host"))

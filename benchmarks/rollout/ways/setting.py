@@ -129,6 +129,7 @@ def make_config(folder: Path, name: str = PLAIN) -> Config:
             "max_tokens": MAX_TOKENS,
             "max_sequences": MAX_SEQUENCES,
             "kv_cache_bytes": KV_CACHE_BYTES,
+            "prefix_caching": False,  # as the bare engine beside it; another row tells what it gives
             **forced,
         },
         "staleness": {"max_lag": NO_BOUND, "ready_batches": NO_BOUND},

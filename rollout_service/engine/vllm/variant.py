@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
+from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config
 from rollout_service.engine.protocol import Engine, EngineVariant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-DETERMINISTIC = "VLLM_BATCH_INVARIANT"
-"""vLLM's deterministic mode: a request's answer does not depend on the others of its batch."""
 
 
 class VllmVariant(EngineVariant):
@@ -26,18 +23,6 @@ class VllmVariant(EngineVariant):
         if not config.rollout.gpus:
             start_forkserver()
 
-    def choose_prefix_caching(self, config: Config) -> tuple[bool, str]:
-        if config.rollout.prefix_caching != "auto":
-            return config.rollout.prefix_caching, "rollout.prefix_caching says so"
-        exact = {
-            "staleness.max_lag 0": config.staleness.max_lag == 0,
-            "run.record": config.run.record,
-            DETERMINISTIC: os.environ.get(DETERMINISTIC, "0") != "0",
-        }
-        for cause in (cause for cause, is_set in exact.items() if is_set):
-            return False, f"{cause}: last digits must not depend on earlier requests"
-        return True, "rollout.prefix_caching auto, within one version"
-
     def build(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
         from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 
@@ -49,7 +34,7 @@ class VllmVariant(EngineVariant):
             max_sequences=rollout.max_sequences,
             kv_cache_bytes=rollout.kv_cache_bytes,
             recomputes_kv_cache=rollout.kv_cache == "recompute",
-            caches_prefixes=self.choose_prefix_caching(config)[0],
+            caches_prefixes=choose_prefix_caching(config)[0],
             num_gpus=rollout.gpus,
             seed=config.run.seed,
             engine_args=rollout.engine_args,
@@ -116,6 +101,8 @@ VARIANT = VllmVariant(
         "kv_cache_memory_bytes": "it is rollout.kv_cache_bytes",
         "enforce_eager": "there are no graphs on a CPU",
     },
+    shares_prefixes=True,
+    deterministic_mode="VLLM_BATCH_INVARIANT",
     cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
 )
 """A test compares the head sizes with those that vLLM states."""

@@ -1,0 +1,25 @@
+"""Prefix caching of a run: whether equal prompts share their KV cache. The one place that resolves `auto`."""
+
+from __future__ import annotations
+
+import os
+
+from asyncrl.core.config.tree import Config
+from asyncrl.core.variants import engine_facts
+
+
+def choose_prefix_caching(config: Config) -> tuple[bool, str]:
+    """Return what `rollout.prefix_caching` comes to, and the reason: `auto` is off where bits matter."""
+    asked, engine = config.rollout.prefix_caching, engine_facts(config.rollout.engine)
+    if not engine.shares_prefixes:
+        return False, f"rollout.engine {config.rollout.engine} has no KV cache"
+    if asked != "auto":
+        return asked, "rollout.prefix_caching says so"
+    exact = {
+        "staleness.max_lag 0": config.staleness.max_lag == 0,
+        "run.record": config.run.record,
+        engine.deterministic_mode: os.environ.get(engine.deterministic_mode, "0") != "0",
+    }
+    for cause in (cause for cause, is_set in exact.items() if is_set):
+        return False, f"{cause}: last digits must not depend on earlier requests"
+    return True, "rollout.prefix_caching auto, within one version"
