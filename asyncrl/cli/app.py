@@ -59,6 +59,9 @@ def main() -> None:
     except BrokenPipeError:  # `asyncrl ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(exits.OK)
+    except ModuleNotFoundError as error:
+        exits.say(exits.message_of_absent(error) or exits.message_of_defect(error))
+        sys.exit(exits.FAILED)
     except OSError as error:
         exits.say(f"asyncrl: {error.strerror or error}{f': {error.filename}' if error.filename else ''}")
         sys.exit(exits.FAILED)

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import traceback
+from importlib.util import find_spec
 
 from asyncrl.core.config.reading.problems import ConfigProblems
 from asyncrl.core.errors import AsyncrlError, ConfigError, DataError
@@ -17,6 +18,8 @@ USAGE = 2
 DEGRADED = 3
 NOT_RUNNING = 4
 INTERRUPTED = 130
+EXTRA = ("megatron", "ray", "torch", "transformers", "vllm")
+"""Packages that the core does without."""
 
 
 def code_of(error: AsyncrlError) -> int:
@@ -41,6 +44,21 @@ def message_of_defect(error: Exception) -> str:
         traceback.print_exception(error, file=file)
     what = f"{type(error).__name__}: {error}".rstrip(": ")
     return f"asyncrl: a defect of asyncrl: {what}\nPlease report it with {path}"
+
+
+def message_of_absent(error: ModuleNotFoundError) -> str:
+    """Return which extra of the installation has the package that a command needs; empty for a defect."""
+    package = (error.name or "").partition(".")[0]
+    extras = "train,cpu] or asyncrl[train,gpu" if package == "vllm" else "train"
+    hint = f"Install asyncrl[{extras}], or 'make setup' in a checkout"
+    return f"asyncrl: this needs {package}, which is not installed here. {hint}" if package in EXTRA else ""
+
+
+def need(*packages: str) -> None:
+    """Raise ModuleNotFoundError for the first of `packages` that is not installed; none is imported."""
+    for name in packages:
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
 
 def show(*lines: object) -> None:

@@ -6,15 +6,26 @@ Shapes: P pieces, N queries, K keys, T keys that are handed in, h query heads, g
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None  # type: ignore[assignment]
 
 from learner.attention.pieces import Pieces
 
+log = logging.getLogger(__name__)
+
 MAX_HEAD_SIZE = 256
+NO_KERNEL = (
+    f"torch {torch.__version__} has no varlen_attn with all options that packed rows take: they are attended "
+    "as padded rows, with more memory. torch 2.12 has it"
+)
 _FIRST_CAPABILITY = (8, 0)
 _OPTIONS = {"scale", "window_size", "enable_gqa"}
 
@@ -66,16 +77,20 @@ class VarlenPieces:
         return output_NhD
 
 
+def has_kernel() -> bool:
+    """Tell whether this torch has the kernel, with the options that are used here: 2.11 has not all."""
+    return varlen_attn is not None and set(inspect.signature(varlen_attn).parameters) >= _OPTIONS
+
+
 def can_run(device: torch.device, dtype: torch.dtype, head_sizes: Collection[int]) -> bool:
     """Tell whether the kernel runs on this device, for these sizes of a query's and of a value's head."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     is_one_size = len(set(head_sizes)) == 1
     is_known = all(size % 8 == 0 and size <= MAX_HEAD_SIZE for size in head_sizes)
-    has_options = set(inspect.signature(varlen_attn).parameters) >= _OPTIONS  # torch 2.11 has not all
-    return (
-        is_one_size
-        and is_known
-        and has_options
-        and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
-    )
+    if not (is_one_size and is_known and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY):
+        return False
+    if not has_kernel():
+        log.warning("%s", NO_KERNEL)
+        return False
+    return True

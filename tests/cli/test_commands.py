@@ -9,6 +9,7 @@ from asyncrl import __version__
 from asyncrl.cli.exits import code_of
 from asyncrl.cli.run.client import NotRunning
 from asyncrl.core.errors import ConfigError, DataError, DeadlineExceeded, ServiceFailed
+from tests.setup.suite.core_alone import needs_all
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("numpy", "zmq", "pydantic", "ruamel", "rich", "torch", "vllm", "ray", "megatron", "transformers")
@@ -67,7 +68,9 @@ def test_the_version_is_printed(tmp_path):
         (["scale", "learner=3"], 2, "rollout=N"),
         (["scale", "rollout=-1"], 2, "rollout=N"),
         (["data", "gsm8k", "nope.jsonl", "out.parquet"], 2, "does not exist"),
-        (["bench", "pipeline", "--nope"], 2, "unrecognized arguments: --nope"),
+        pytest.param(
+            ["bench", "pipeline", "--nope"], 2, "unrecognized arguments: --nope", marks=needs_all, id="bench"
+        ),
     ],
 )
 def test_a_refused_command_is_one_message_on_stderr_and_an_exit_code(tmp_path, arguments, code, said):

@@ -16,10 +16,11 @@ from urllib.parse import unquote, urlsplit
 from packaging.requirements import Requirement
 
 import asyncrl
-from asyncrl.cli.doctor.finding import Finding, judge
+from asyncrl.cli.doctor.finding import Finding, Verdict, judge
 from asyncrl.core.variants import engine_facts, engine_names
 
-PYTHON = (3, 11)
+PYTHONS = ((3, 11), (3, 12), (3, 13))
+"""Declared; the pinned lists are those of the first."""
 ENGINES = {
     kind: package for name in engine_names() for kind, package in engine_facts(name).distributions.items()
 }
@@ -30,12 +31,15 @@ SHOWN = 6
 
 
 def check_python() -> Iterator[Finding]:
-    """Yield whether this is the Python that all packages are there for."""
-    version = ".".join(map(str, sys.version_info[:3]))
+    """Yield whether this is a Python that asyncrl declares, and that of the pinned lists."""
+    version, short = ".".join(map(str, sys.version_info[:3])), sys.version_info[:2]
     advice = install_advice(installed_kind())
     if has_own_environment():
         advice = "Use Python 3.11: 'make setup PYTHON=/path/to/python3.11'"
-    yield judge("python", version, sys.version_info[:2] == PYTHON, advice, "fail")
+    level: Verdict = "warn" if short in PYTHONS else "fail"
+    tested = short == PYTHONS[0]
+    told = version if tested else f"{version}; the tested packages are those of 3.11"
+    yield judge("python", told, tested, advice, level)
 
 
 def check_packages(requirements: Path | None = None) -> Iterator[Finding]:
@@ -96,7 +100,7 @@ def _check_declared(kind: str) -> Finding:
         declared = [Requirement(line) for line in metadata.requires("asyncrl") or []]
     except metadata.PackageNotFoundError:
         declared = []
-    needed = [one for one in declared if one.marker is None or one.marker.evaluate({"extra": kind})]
+    needed = [one for one in declared if any(_belongs(one, extra) for extra in ("train", kind))]
     wrong = []
     for one in needed:
         version = installed_version(one.name)
@@ -106,6 +110,10 @@ def _check_declared(kind: str) -> Finding:
             wrong.append(f"{one.name} {version} (needed: {one.specifier})")
     found = _listed(wrong, "") if wrong else f"{len(needed)} needed, all there"
     return judge("packages", found, not wrong, install_advice(kind), "fail")
+
+
+def _belongs(one: Requirement, extra: str) -> bool:
+    return one.marker is None or one.marker.evaluate({"extra": extra})
 
 
 def _listed(problems: list[str], head: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from asyncrl.cli.exits import need
 from asyncrl.cli.run.handle import RunHandle, attach
 from asyncrl.cli.run.resume import keep_revisions, refuse_lost_past, refuse_other_lineage
 from asyncrl.control.machine.processes import end_leftovers, remove_leftovers
@@ -73,9 +74,11 @@ def start(
 
     Raises:
         ConfigError: Something that it names is missing or does not fit; nothing was started.
+        ModuleNotFoundError: The packages of a run are not installed here.
     """
     asked = with_absolute_dir(config)
     plan.check(config)
+    need("ray", "torch")
     fault_point("up.preparing")
     keep_others_out(may_read=True)  # what is fetched goes into a hub's cache, which a team may share
     make_own(Path(asked.run.dir))

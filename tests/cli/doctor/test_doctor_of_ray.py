@@ -19,6 +19,7 @@ from asyncrl.cli.doctor.files import look_at
 from asyncrl.control.machine.ports import HeldPort
 from asyncrl.control.roster import RUN_VARIABLE
 from tests.cli.commands.calling import asyncrl
+from tests.setup.suite.core_alone import needs_all
 
 RUN_ID = f"orphan{os.getpid()}"
 
@@ -31,6 +32,7 @@ def test_every_finding_about_ray_is_a_line_and_says_what_to_do_where_it_is_neede
     assert list(found)[-1] == "ray sessions", "no cluster is joined unless it is named"
 
 
+@needs_all
 @pytest.mark.parametrize(
     ("pin", "verdict", "said"), [("2.0.0", "warn", "(tested: 2.0.0)"), ("", "ok", "as tested")]
 )

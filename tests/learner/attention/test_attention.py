@@ -191,7 +191,13 @@ def test_fsdp2_takes_the_kernel_where_its_model_runs_packed_rows(
     assert isinstance(lay_out([0, 3, 40]).attention, expected)
 
 
-def test_an_older_torch_whose_kernel_lacks_an_option_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kernel", [None, lambda query, key, value, *, scale=None: query], ids=["absent", "without options"]
+)
+def test_an_older_torch_without_the_kernel_or_an_option_of_it_takes_padded_rows_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kernel: object
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, *, scale=None: query)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
     assert not varlen.can_run(torch.device("cuda"), torch.bfloat16, [128])
+    assert "attended as padded rows" in caplog.text
