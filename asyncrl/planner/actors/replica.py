@@ -25,8 +25,8 @@ from asyncrl.buffer.rules.replica import (
 from asyncrl.core.staleness import UNLOADED
 from asyncrl.core.states import ServiceState
 from asyncrl.planner.actors import buffer
+from asyncrl.planner.actors.engine import SimulatedEngine
 from asyncrl.planner.actors.evaluation import PinnedWork, draw_answers
-from asyncrl.planner.engine import SimulatedEngine
 from asyncrl.planner.rates import Rates
 from asyncrl.planner.setting import LEASE_WAIT_S, Setting
 from asyncrl.planner.world import Actor, Args, World

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from asyncrl.planner.engine import SimulatedEngine
+from asyncrl.planner.actors.engine import SimulatedEngine
 
 
 def make_engine(rate=lambda n: 10.0, most=100):

@@ -1,0 +1,77 @@
+"""Dimensions of well-known models by their hub names, for plans before anything is fetched (pure).
+
+Each record holds what the model's own `config.json` says of its shape; a test holds the weights that
+`count_weights` counts of it against those of the published files. Invariant: a name that is not in the table
+has no dimensions here; no other name is taken for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Mapping
+
+from asyncrl.core.config.models.architectures import ModelSize, tensor_shapes
+
+Table = Mapping[str, object]
+VARIANTS = ("-Base", "-Instruct")
+"""Endings of names of the same dimensions, which know another number of positions."""
+POSITIONS = "max_position_embeddings"
+_COLUMNS = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "vocab_size", "tie_word_embeddings", POSITIONS),
+)
+_ROWS: Mapping[str, tuple[str, tuple[int | bool, ...]]] = {
+    "Qwen/Qwen3-0.6B": ("qwen3", (28, 1024, 16, 8, 128, 3072, 151936, True, 40960)),
+    "Qwen/Qwen3-1.7B": ("qwen3", (28, 2048, 16, 8, 128, 6144, 151936, True, 40960)),
+    "Qwen/Qwen3-4B": ("qwen3", (36, 2560, 32, 8, 128, 9728, 151936, True, 40960)),
+    "Qwen/Qwen3-8B": ("qwen3", (36, 4096, 32, 8, 128, 12288, 151936, False, 40960)),
+    "Qwen/Qwen3-14B": ("qwen3", (40, 5120, 40, 8, 128, 17408, 151936, False, 40960)),
+    "Qwen/Qwen3-32B": ("qwen3", (64, 5120, 64, 8, 128, 25600, 151936, False, 40960)),
+    "Qwen/Qwen2.5-0.5B": ("qwen2", (24, 896, 14, 2, 64, 4864, 151936, True, 32768)),
+    "Qwen/Qwen2.5-1.5B": ("qwen2", (28, 1536, 12, 2, 128, 8960, 151936, True, 131072)),
+    "Qwen/Qwen2.5-3B": ("qwen2", (36, 2048, 16, 2, 128, 11008, 151936, True, 32768)),
+    "Qwen/Qwen2.5-7B": ("qwen2", (28, 3584, 28, 4, 128, 18944, 152064, False, 131072)),
+    "meta-llama/Llama-3.2-1B": ("llama", (16, 2048, 32, 8, 64, 8192, 128256, True, 131072)),
+    "meta-llama/Llama-3.2-3B": ("llama", (28, 3072, 24, 8, 128, 8192, 128256, True, 131072)),
+    "meta-llama/Llama-3.1-8B": ("llama", (32, 4096, 32, 8, 128, 14336, 128256, False, 131072)),
+}
+NAMED_MODELS: Mapping[str, Table] = {
+    name: {"model_type": kind, **dict(zip(_COLUMNS, row, strict=True))} for name, (kind, row) in _ROWS.items()
+}
+"""Records like a `config.json`, by hub name."""
+
+
+def find_table(path: str) -> Table | None:
+    """Return the dimensions of the model that `path` names, `owner/name` or `owner/name@revision`, if known.
+
+    >>> find_table("Qwen/Qwen3-8B@main")["hidden_size"], find_table("Qwen/Qwen3-9B")
+    (4096, None)
+    """
+    name = path.partition("@")[0]
+    if name in NAMED_MODELS:
+        return NAMED_MODELS[name]
+    for ending in VARIANTS:
+        plain = name.removesuffix(ending)
+        if plain != name and plain in NAMED_MODELS:
+            return {key: value for key, value in NAMED_MODELS[plain].items() if key != POSITIONS}
+    return None
+
+
+def count_weights(table: Table, without: Container[str] = ()) -> int:
+    """Return the number of weights of a supported model, norms and biases too; 0 of any other.
+
+    Args:
+        without: Names of tensors that do not count.
+    """
+    matrices = [shape for name, shape in tensor_shapes(table, has_head=True) if name not in without]
+    return sum(map(math.prod, matrices)) + sum(_vectors(table)) if matrices else 0
+
+
+def _vectors(table: Table) -> Iterator[int]:
+    """Yield the lengths of norms and biases."""
+    size = ModelSize.read(table)
+    yield size.hidden_size
+    keys = size.num_key_value_heads * size.head_size
+    biases = size.num_heads * size.head_size + 2 * keys if table["model_type"] == "qwen2" else 0
+    norms = 2 * size.head_size if table["model_type"] == "qwen3" else 0
+    yield size.num_layers * (2 * size.hidden_size + biases + norms)
