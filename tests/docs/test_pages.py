@@ -96,7 +96,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_stored_rows(pattern: str, si
 
 def test_the_size_that_pages_name_is_that_of_the_largest_built_in_model(tmp_path: Path):
     made = (make_builtin(f"{BUILTIN}{name}", tmp_path, print) for name in BUILTINS)
-    largest = f"{max(count_weights(folder) or 0 for folder in made) / 1e6:.2f} M parameters"
+    largest = f"{max(count_weights(str(folder)) or 0 for folder in made) / 1e6:.2f} M parameters"
     assert f"({largest};" in README.read_text()
     assert largest in (ROOT / "docs" / "features.md").read_text()
 

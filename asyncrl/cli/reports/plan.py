@@ -57,7 +57,7 @@ def print_plan(
     exits.show(*_lines(found))
     if changes is not None:
         exits.show("", *_difference(changes, folder, is_live))
-    if found.shared_memory is not None:
+    if found.shared_memory is not None and not is_elsewhere:
         told = found.shared_memory.describe(free_bytes())
         exits.say(told if told.startswith("warning") else "")
 

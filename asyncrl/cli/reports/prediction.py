@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.rows.recorder import training_rows
 from asyncrl.control.rows.row_files import load_rows
 from asyncrl.core.config.load import find_run_folder, load, load_config
-from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.planner import calibration
@@ -30,28 +29,6 @@ from asyncrl.planner.rates import Rates
 from asyncrl.planner.setting import LengthsModel, Setting
 from asyncrl.planner.simulation import MAX_PERIOD
 from asyncrl.planner.sweep import Choice, find_present, recommend, settle, sweep
-
-HUB_SIZES: Mapping[str, ModelSize] = {
-    "Qwen/Qwen3-0.6B": ModelSize(
-        num_layers=28,
-        hidden_size=1024,
-        num_heads=16,
-        num_key_value_heads=8,
-        head_size=128,
-        intermediate_size=3072,
-        vocab_size=151_936,
-    ),
-    "Qwen/Qwen3-8B": ModelSize(
-        num_layers=36,
-        hidden_size=4096,
-        num_heads=32,
-        num_key_value_heads=8,
-        head_size=128,
-        intermediate_size=12_288,
-        vocab_size=151_936,
-    ),
-}
-
 
 STEPS = 60
 MAX_SWEPT_REPLICAS = 64
@@ -169,7 +146,7 @@ def read_rates(name: str | None, config: Config, command: str = MEASURE) -> tupl
     """
     if name is not None and name not in GPUS:
         return _read_file(name, config, command)
-    size = read_size(config) or HUB_SIZES.get(config.model.path.partition("@")[0])
+    size = read_size(config)
     if size is None:
         raise ConfigError(
             f"the size of '{config.model.path}' cannot be told, so no rates can be assumed",

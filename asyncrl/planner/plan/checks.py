@@ -14,11 +14,12 @@ from asyncrl.core.config.models.architectures import ModelSize, read_max_positio
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import engine_facts
+from asyncrl.planner.named_models import find_table
 from asyncrl.planner.plan import derived, machine, names
 from asyncrl.planner.plan.footprint import capacity, memory, shared_memory, sizes
 from asyncrl.planner.plan.footprint.capacity import Capacity
 from asyncrl.planner.plan.footprint.memory import SHM, VERSIONS, Part
-from asyncrl.planner.plan.models import read_table
+from asyncrl.planner.plan.models import check_cuts_of_named_models, table_of
 from asyncrl.planner.plan.prepare import is_builtin
 
 NOT_CHECKED_ELSEWHERE = (
@@ -35,6 +36,9 @@ def find_unchecked(config: Config) -> Iterator[str]:
     """Yield what is known only later: models that are not here yet have no size."""
     for key, path in (("model.path", config.model.path), ("critic.path", config.critic.path)):
         if path is None or Path(path, "config.json").exists():
+            continue
+        if find_table(path) is not None:
+            yield f"{key}: '{path}' is fetched at `up`; until then its stored dimensions are taken for it"
             continue
         when = "made" if is_builtin(path) else "fetched"
         yield f"{key}: '{path}' is {when} at `up`; its architecture, its cuts and its memory are checked then"
@@ -64,7 +68,7 @@ def count_all(config: Config, replicas: int, receivers: int) -> list[Part]:
         receivers: That take shared memory of this machine.
     """
     shared, size = shared_memory.count(config, receivers), read_size(config)
-    critic = shared_memory.count_weights(Path(config.critic.path or config.model.path), NOT_IN_A_CRITIC)
+    critic = shared_memory.count_weights(config.critic.path or config.model.path, NOT_IN_A_CRITIC)
     group_bytes = max_group_bytes(config)
     buffer = derived.count_in_flight(config, group_bytes, replicas).groups * group_bytes
     num_weights = None if shared is None else shared.num_weights
@@ -96,7 +100,7 @@ def count_nodes(config: Config) -> list[Part]:
 def read_size(config: Config) -> ModelSize | None:
     """Return the sizes of the policy's model, None if they cannot be told."""
     try:
-        return ModelSize.read(read_table(Path(config.model.path) / "config.json"))
+        return ModelSize.read(table_of(config.model.path))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -135,7 +139,7 @@ def check_long_rows(config: Config) -> Iterator[str]:
     size = read_size(config)
     if size is None or not engine_facts(config.rollout.engine).loads_model:
         return
-    table = read_table(Path(config.model.path) / "config.json")
+    table = table_of(config.model.path)
     yield from sizes.find_long_rows(config, size, read_max_positions(table))
 
 
@@ -161,6 +165,7 @@ def check_memory(config: Config, there: Capacity | None = None) -> Iterator[str]
 
 PORTABLE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_buffer,
+    check_cuts_of_named_models,
     check_cut_of_engine,
     check_heads,
     check_long_rows,

@@ -14,6 +14,7 @@ from asyncrl.core.config.models.architectures import find_unsupported, tensor_sh
 from asyncrl.core.config.models.divisibility import find_uneven_cuts
 from asyncrl.core.config.tree import Config, LearnerSection
 from asyncrl.core.variants import backend_facts, backend_names, function
+from asyncrl.planner.named_models import find_table
 from asyncrl.planner.plan.folders import find_bad_weights, find_missing_tokenizer
 from asyncrl.planner.plan.prepare import is_builtin, is_hub_id, reward_model
 
@@ -83,6 +84,13 @@ def _check_model(key: str, path: str, config: Config) -> Iterator[str]:
     yield from _find_uneven_cuts(table, config.learner)
 
 
+def check_cuts_of_named_models(config: Config) -> Iterator[str]:
+    """Say where a model that is known by its name alone cannot be cut."""
+    for path in filter(None, (config.model.path, config.critic.path)):
+        if not Path(path).exists():
+            yield from _find_uneven_cuts(find_table(path) or {}, config.learner)
+
+
 def _backends_of_any_model() -> str:
     return " or ".join(name for name in backend_names() if backend_facts(name).takes_any_model)
 
@@ -90,6 +98,16 @@ def _backends_of_any_model() -> str:
 def read_table(config_file: Path) -> dict[str, Any]:
     """Return what a model's `config.json` holds. Raises OSError, ValueError or TypeError."""
     return dict(json.loads(config_file.read_text()))
+
+
+def table_of(path: str) -> Mapping[str, object]:
+    """Return what is known of the dimensions of the model that `path` names: those of its folder, or stored.
+
+    Raises:
+        OSError, ValueError, TypeError: Nothing is.
+    """
+    stored = None if Path(path).exists() else find_table(path)
+    return read_table(Path(path) / "config.json") if stored is None else stored
 
 
 def _vocabulary(path: str) -> int | None:
@@ -118,7 +136,7 @@ def _count_token_ids(path: str) -> int | None:
         return None
 
 
-def _find_uneven_cuts(table: dict[str, object], learner: LearnerSection) -> Iterator[str]:
+def _find_uneven_cuts(table: Mapping[str, object], learner: LearnerSection) -> Iterator[str]:
     """Say where the model of `table` cannot be cut; what `table` lacks the learner itself complains of."""
     heads = table.get("num_key_value_heads") or table.get("num_attention_heads")
     sizes = {name: table.get(name) for name in ("num_hidden_layers", "intermediate_size", "vocab_size")}

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from asyncrl.core.config.models.architectures import ModelSize, find_unsupported, read_max_positions
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
+from asyncrl.planner import plan
 from asyncrl.planner.named_models import NAMED_MODELS, count_weights, find_table
+from asyncrl.planner.plan.footprint import shared_memory
+from asyncrl.planner.plan.footprint.memory import LEARNER_GPU, ROLLOUT_GPU
+from asyncrl.planner.plan.models import table_of
+from tests.planner.plan.model_folder import SIZES, write_model_folder
 
 PUBLISHED = {
     "Qwen/Qwen3-0.6B": 596_049_920,
@@ -47,3 +56,56 @@ def test_a_name_is_known_with_its_revision_and_with_the_endings_that_change_no_d
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8", "Qwen3-8B", "other/Qwen3-8B", "Qwen/Qwen3-8B-FP8", "-Base"])
 def test_a_name_that_only_looks_like_one_is_not_taken_for_it(name: str) -> None:
     assert find_table(name) is None
+
+
+def make_config(path: str, **learner: object) -> Config:
+    return Config(
+        model={"path": path},
+        data={"train": "t"},
+        reward={"fn": "gsm8k"},
+        rollout={"gpus": 1},
+        learner={"gpus": 1, "tp": 4} | learner,
+    )
+
+
+def test_a_plan_of_a_named_model_counts_it_before_it_is_fetched_and_says_so() -> None:
+    found = plan.check_elsewhere(make_config("Qwen/Qwen3-8B"))
+    sizes = {(part.where, part.what): part.num_bytes for part in found.memory}
+    assert sizes[ROLLOUT_GPU, "engine"] == 2 * PUBLISHED["Qwen/Qwen3-8B"]
+    assert sizes[LEARNER_GPU, "policy and its optimizer"] == 18 * PUBLISHED["Qwen/Qwen3-8B"] // 4
+    (told,) = (line for line in found.not_checked if line.startswith("model.path"))
+    assert told.endswith("is fetched at `up`; until then its stored dimensions are taken for it")
+    unknown = plan.check_elsewhere(make_config("some/other"))
+    assert not any(part.where == ROLLOUT_GPU for part in unknown.memory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"tp": 3}, r"learner\.tp: 3 does not divide the model's 8 key/value heads"),
+        (
+            {"max_tokens_per_microbatch": 65536},
+            "may have .* 50512 tokens, and the model knows 40960 positions",
+        ),
+    ],
+)
+def test_a_named_model_is_checked_against_cuts_and_lengths(changes: dict[str, int], told: str) -> None:
+    config = make_config("Qwen/Qwen3-8B", **changes)
+    if "tp" not in changes:
+        rollout = config.rollout.model_copy(update={"max_tokens": 50_000})
+        config = config.model_copy(update={"rollout": rollout})
+    with pytest.raises(ConfigError, match=told):
+        plan.check_elsewhere(config)
+
+
+def test_a_folder_of_that_name_goes_before_the_stored_dimensions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shared_memory.count_weights("Qwen/Qwen3-8B") == PUBLISHED["Qwen/Qwen3-8B"]
+    write_model_folder(Path("Qwen").absolute(), **SIZES).rename(tmp_path / "small")
+    Path("Qwen").mkdir()
+    Path("small").rename("Qwen/Qwen3-8B")
+    num_weights = shared_memory.count_weights("Qwen/Qwen3-8B")
+    assert num_weights is not None and num_weights < 1_000_000
+    assert table_of("Qwen/Qwen3-8B")["hidden_size"] == SIZES["hidden_size"]

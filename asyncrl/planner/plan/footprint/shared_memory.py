@@ -16,6 +16,7 @@ from pathlib import Path
 
 from asyncrl.core.config.tree import Config
 from asyncrl.core.files.weight_files import read_shapes
+from asyncrl.planner import named_models
 
 SHM_DIR = Path("/dev/shm")
 NUM_AT_PUBLISHER, NUM_AT_RECEIVER = 3, 2
@@ -77,7 +78,7 @@ def count_at_receiver(config: Config) -> SharedMemory | None:
 
 def _count_versions(config: Config, num_versions: int, rule: str) -> SharedMemory | None:
     """Return what `num_versions` take, which were counted by `rule`."""
-    num_weights = count_weights(Path(config.model.path))
+    num_weights = count_weights(config.model.path)
     if num_weights is None:
         return None
     version_bytes = num_weights * ITEM_BYTES[config.model.dtype]
@@ -90,11 +91,14 @@ def free_bytes() -> int:
     return stats.f_bavail * stats.f_frsize
 
 
-def count_weights(folder: Path, without: Container[str] = ()) -> int | None:
-    """Return the number of weights in a folder's safetensors, None if that cannot be told.
+def count_weights(path: str, without: Container[str] = ()) -> int | None:
+    """Return the number of weights in a folder's safetensors or of a named model, None if it is not known.
 
     Args:
         without: Names of tensors that do not count.
     """
-    shapes = read_shapes(folder)
+    if not Path(path).exists():
+        table = named_models.find_table(path)
+        return None if table is None else named_models.count_weights(table, without)
+    shapes = read_shapes(Path(path))
     return sum(math.prod(shape) for name, shape in shapes.items() if name not in without) or None
