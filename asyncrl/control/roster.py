@@ -126,7 +126,7 @@ class Roster:
             context=context,
             log_path=str(self.run_dir / "logs" / f"{name}.log"),
             cpus=section.cpus if section else 0.0,
-            gpus=float(section.gpus) if section else 0.0,
+            gpus=section.gpus if section else 0.0,
             environment=self._environment(kind, section),
         )
 

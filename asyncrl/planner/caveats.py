@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from asyncrl.core.config.conflicts import WITH_VALUES
+from asyncrl.core.config.gpus import memory_share
 from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config
 from asyncrl.core.variants import rewards
@@ -78,6 +79,9 @@ def _find_in_learner(config: Config, setting: Setting, rates: Rates) -> Iterator
             f"{', '.join(sides)}: cores that learner and engines share; rates hold for the contention "
             "that they were taken under"
         )
+    if memory_share(config.learner.gpus) and memory_share(config.rollout.gpus):
+        shares = f"learner.gpus {config.learner.gpus:g}, rollout.gpus {config.rollout.gpus:g}"
+        yield f"{shares}: what of the GPU a side leaves idle; each computes at its share all the time"
     if config.algorithm.advantage in WITH_VALUES and ASSUMED in rates.source:
         yield f"algorithm.advantage {config.algorithm.advantage}: the critic's seconds, in assumed rates"
     if setting.streams and not rates.part_s:

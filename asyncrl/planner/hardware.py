@@ -68,7 +68,8 @@ def assume_rates(config: Config, size: ModelSize, kind: str, mean_tokens: float)
         raise ConfigError(f"no figures for the GPU '{kind}'", hint=f"There are some for {', '.join(GPUS)}")
     gpu = GPUS[kind]
     item = ITEM_BYTES[config.model.dtype]
-    num_gpus, num_ranks = max(1, config.rollout.gpus), config.learner.num_ranks
+    num_gpus = config.rollout.gpus or 1  # a share of one computes that share
+    num_ranks = config.learner.num_ranks * min(1.0, config.learner.gpus or 1.0)
     model_bytes = size.num_weights * item
     cache_bytes = 2 * size.num_layers * size.num_key_value_heads * size.head_size * item
     peak, bandwidth = gpu.tflops * TERA * num_gpus, gpu.gb_per_s * GIGA * num_gpus
@@ -92,7 +93,7 @@ def assume_rates(config: Config, size: ModelSize, kind: str, mean_tokens: float)
         publish_s=model_bytes / PUBLISH_BYTES_PER_S,
         transfer_s=model_bytes / TRANSFER_BYTES_PER_S,
         version_bytes=float(model_bytes),
-        swap_s=SWAP_S + model_bytes / num_gpus / SWAP_BYTES_PER_S,
+        swap_s=SWAP_S + model_bytes / max(1.0, num_gpus) / SWAP_BYTES_PER_S,
         start_s=REPLICA_START_S,
         source=f"{kind}, {ASSUMED}",
         notes={"assumption": f"{kind}: {gpu.tflops:g} TFLOP/s, {gpu.gb_per_s:g} GB/s, MFU {MFU:g}"},

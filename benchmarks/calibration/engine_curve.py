@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+from asyncrl.core.config.gpus import count_devices, memory_share
 from asyncrl.core.config.tree import Config
 
 POINTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -47,7 +48,9 @@ def _start(config: Config) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     rollout = config.rollout
-    memory = {} if rollout.gpus else {"kv_cache_memory_bytes": rollout.kv_cache_bytes}
+    share = memory_share(rollout.gpus)
+    on_gpu = {} if share is None else {"gpu_memory_utilization": share}
+    memory = on_gpu if rollout.gpus else {"kv_cache_memory_bytes": rollout.kv_cache_bytes}
     arguments = AsyncEngineArgs(
         model=config.model.path,
         dtype=config.model.dtype,
@@ -57,7 +60,7 @@ def _start(config: Config) -> Any:
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         enforce_eager=not rollout.gpus,
-        tensor_parallel_size=max(1, rollout.gpus),
+        tensor_parallel_size=max(1, count_devices(rollout.gpus)),
         skip_tokenizer_init=True,
         **memory,
     )

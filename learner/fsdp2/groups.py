@@ -54,7 +54,7 @@ class RankGroup:
             dist.destroy_process_group()
 
 
-def join_group(placement: Placement, gpus: int, seed: int) -> RankGroup:
+def join_group(placement: Placement, gpus: float, seed: int) -> RankGroup:
     """Join the ranks of the learner, each on its device; the first time in a process this starts the group.
 
     Args:

@@ -77,7 +77,7 @@ class RankGroups:
             stop_groups()
 
 
-def join_groups(placement: Placement, parallelism: Parallelism, gpus: int, seed: int) -> RankGroups:
+def join_groups(placement: Placement, parallelism: Parallelism, gpus: float, seed: int) -> RankGroups:
     """Join the ranks of the learner, each on its device; the first time in a process this starts the groups.
 
     Args:

@@ -9,6 +9,7 @@ import os
 
 import torch
 
+from asyncrl.core.config.gpus import memory_share
 from asyncrl.core.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -16,7 +17,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """Of torch.distributed, between ranks on a type of device."""
 
 
-def claim_device(gpus: int, rank: int) -> torch.device:
+def claim_device(gpus: float, rank: int) -> torch.device:
     """Return `choose_device`; without a GPU hide all of them from this process, and from libraries in it.
 
     To be called before the backends are imported: Megatron-core binds functions for what it finds.
@@ -26,11 +27,12 @@ def claim_device(gpus: int, rank: int) -> torch.device:
     return choose_device(gpus, rank)
 
 
-def choose_device(gpus: int, rank: int) -> torch.device:
+def choose_device(gpus: float, rank: int) -> torch.device:
     """Return where a rank computes; a GPU is the process's current one from now on.
 
     Args:
-        gpus: `learner.gpus`: GPUs of each rank.
+        gpus: `learner.gpus`: GPUs of each rank. With a share of one the allocator gets that share of its
+            memory: what goes beyond is an OutOfMemoryError here, and not one of the engine beside it.
         rank: Of the learner. Where a process sees several GPUs, as without Ray, ranks take them in turn.
 
     Raises:
@@ -40,9 +42,11 @@ def choose_device(gpus: int, rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"learner.gpus is {gpus}, and PyTorch {torch.__version__} finds no GPU in the learner's process",
+            f"learner.gpus is {gpus:g}, and PyTorch {torch.__version__} finds no GPU in this process",
             hint="'asyncrl doctor' compares driver and packages; learner.gpus: 0 trains on the CPU",
         )
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    if (share := memory_share(gpus)) is not None:
+        torch.cuda.set_per_process_memory_fraction(share, device)
     return device

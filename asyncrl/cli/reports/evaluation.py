@@ -101,7 +101,7 @@ def read_target(target: str, runs_dir: str, step: str, wishes: Wishes, scratch: 
     problems = list(check_sources(held_out, Path(config.model.path), is_builtin, has_environment is not None))
     if problems:
         raise ConfigError("\n".join(problems))
-    gpus = min(max(1, config.rollout.gpus), count_gpus())
+    gpus = min(config.rollout.gpus or 1, count_gpus())
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"gpus": gpus})})
 
 

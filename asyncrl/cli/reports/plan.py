@@ -96,9 +96,9 @@ def _lines(found: plan.Plan) -> Iterator[str]:
     yield "services"
     rows = [("", "count", "processes", "CPUs", "GPUs", "where")]
     for one in found.placement:
-        numbers = (str(one.count), str(one.num_processes), f"{one.cpus:g}", str(one.gpus))
+        numbers = (str(one.count), str(one.num_processes), f"{one.cpus:g}", f"{one.gpus:g}")
         rows.append((one.kind, *numbers, one.where))
-    rows.append(("all", "", str(found.num_processes), f"{found.num_cpus:g}", str(found.num_gpus), ""))
+    rows.append(("all", "", str(found.num_processes), f"{found.num_cpus:g}", f"{found.num_gpus:g}", ""))
     yield from _indent(align(rows))
     yield "ports"
     yield from _indent(align(list(found.ports.items())))

@@ -78,8 +78,8 @@ def print_prediction(asked: Asked) -> None:
 
 
 def count_learner_units(config: Config) -> float | None:
-    """Return what the learner takes in replicas' worth of GPUs, None where one of them has none to give."""
-    if not (config.learner.gpus and config.rollout.gpus):
+    """Return what the learner takes in replicas' worth of GPUs, None where one has no whole one to give."""
+    if config.learner.gpus < 1 or config.rollout.gpus < 1:
         return None
     return config.learner.num_ranks * config.learner.gpus / config.rollout.gpus
 

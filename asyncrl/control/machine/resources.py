@@ -13,6 +13,8 @@ from asyncrl.core.errors import ConfigError
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 """A folder for each GPU that the driver has given to this machine or container."""
 
+SLACK = 1e-6
+
 
 def count_cpus(config: Config, replicas: int) -> float:
     """Return the CPUs that a run with so many rollout replicas asks Ray for."""
@@ -20,8 +22,16 @@ def count_cpus(config: Config, replicas: int) -> float:
 
 
 def count_gpus_wanted(config: Config, replicas: int) -> int:
-    """Return the GPUs that a run with so many rollout replicas asks Ray for."""
-    return config.learner.gpus * config.learner.num_ranks + config.rollout.gpus * replicas
+    """Return the GPUs that a run with so many rollout replicas needs; shares of one are put together."""
+    asked = [config.learner.gpus] * config.learner.num_ranks + [config.rollout.gpus] * replicas
+    free = list[float]()  # of each GPU that is shared
+    for share in sorted((one for one in asked if 0 < one < 1), reverse=True):
+        at = next((index for index, rest in enumerate(free) if share <= rest + SLACK), None)
+        if at is None:
+            free.append(1 - share)
+        else:
+            free[at] -= share
+    return len(free) + sum(int(one) for one in asked)
 
 
 def count_gpus() -> int:

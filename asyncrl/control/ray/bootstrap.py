@@ -50,8 +50,8 @@ def needs_of(config: Config) -> dict[str, tuple[float, float]]:
     """Return the CPUs and GPUs of a service by its kind, of those that need any."""
     rollout, learner = config.rollout, config.learner
     return {
-        "rollout": (rollout.cpus, float(rollout.gpus)),
-        "learner": (learner.cpus, float(learner.gpus)),
+        "rollout": (rollout.cpus, rollout.gpus),
+        "learner": (learner.cpus, learner.gpus),
     }
 
 

@@ -58,6 +58,8 @@ def find_notes(config: Config) -> Iterator[str]:
             f"rollout.kv_cache recompute: at each version an engine computes up to {tokens:,} tokens again "
             "(rollout.max_sequences x tokens of a row; 'plan --simulate' tells seconds); keep: none"
         )
+    for where, share in memory.shares_of(config).items():
+        yield f"{where} is shared: {share:.3g} of its memory is for this side, weights and caches together"
 
 
 def count_all(config: Config, replicas: int, receivers: int) -> list[Part]:
@@ -160,7 +162,8 @@ def check_memory(config: Config, there: Capacity | None = None) -> Iterator[str]
     Replicas that may come later, and those on other nodes, are no reason to refuse a run.
     """
     here = machine.count_replicas_here(config)
-    yield from sizes.find_lacks(count_all(config, here, here), there or capacity.measure())
+    parts, there = count_all(config, here, here), there or capacity.measure()
+    yield from sizes.find_lacks(parts, there, memory.shares_of(config))
 
 
 PORTABLE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (

@@ -68,6 +68,7 @@ class VllmSettings:
         caches_prefixes: Share the KV cache of equal prompts, within one version. What a request is
             sampled from then depends a little on what ran before it.
         num_gpus: Tensor-parallel size; 0 runs on CPU.
+        memory_share: Of its GPU's memory, if others are on that GPU too.
         cpu_workers: Tensor-parallel size on CPU; each is a process of its own.
         seed: Seeds the engine; requests carry their own seeds.
         engine_args: Further arguments of `AsyncEngineArgs`.
@@ -81,6 +82,7 @@ class VllmSettings:
     recomputes_kv_cache: bool = True
     caches_prefixes: bool = False
     num_gpus: int = 0
+    memory_share: float | None = None
     cpu_workers: int = 1
     seed: int = 0
     engine_args: Mapping[str, object] = field(default_factory=dict)
@@ -367,7 +369,9 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, object]:
     everywhere["tensor_parallel_size"] = num_workers
     everywhere["distributed_executor_backend"] = "uni" if num_workers == 1 else "mp"
     if settings.num_gpus:
-        return {**everywhere, **settings.engine_args}
+        share = settings.memory_share
+        on_gpu = {} if share is None else {"gpu_memory_utilization": share}
+        return {**everywhere, **on_gpu, **settings.engine_args}
     on_cpu = {
         "enforce_eager": True,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncrl.core.config.gpus import count_devices, memory_share
 from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config
 from rollout_service.engine.protocol import Engine, EngineVariant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rollout_service.engine.vllm.engine import VllmSettings
 
 
 class VllmVariant(EngineVariant):
@@ -24,22 +27,29 @@ class VllmVariant(EngineVariant):
             start_forkserver()
 
     def build(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
-        from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
+        from rollout_service.engine.vllm.engine import VllmEngine
 
-        rollout = config.rollout
-        settings = VllmSettings(
-            model=config.model.path,
-            dtype=config.model.dtype,
-            max_model_tokens=config.data.max_prompt_tokens + rollout.max_tokens,
-            max_sequences=rollout.max_sequences,
-            kv_cache_bytes=rollout.kv_cache_bytes,
-            recomputes_kv_cache=rollout.kv_cache == "recompute",
-            caches_prefixes=choose_prefix_caching(config)[0],
-            num_gpus=rollout.gpus,
-            seed=config.run.seed,
-            engine_args=rollout.engine_args,
-        )
-        return VllmEngine(settings)
+        return VllmEngine(settings_of(config))
+
+
+def settings_of(config: Config) -> VllmSettings:
+    """Return what a replica of a run tells its engine."""
+    from rollout_service.engine.vllm.engine import VllmSettings
+
+    rollout = config.rollout
+    return VllmSettings(
+        model=config.model.path,
+        dtype=config.model.dtype,
+        max_model_tokens=config.data.max_prompt_tokens + rollout.max_tokens,
+        max_sequences=rollout.max_sequences,
+        kv_cache_bytes=rollout.kv_cache_bytes,
+        recomputes_kv_cache=rollout.kv_cache == "recompute",
+        caches_prefixes=choose_prefix_caching(config)[0],
+        num_gpus=count_devices(rollout.gpus),
+        memory_share=memory_share(rollout.gpus),
+        seed=config.run.seed,
+        engine_args=rollout.engine_args,
+    )
 
 
 _PLACEMENT = "a replica is one engine, sharded over rollout.gpus"

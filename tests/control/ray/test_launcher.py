@@ -61,7 +61,7 @@ def ray_started(ray_folder: Path) -> Iterator[None]:
     os.environ["RAY_ADDRESS"] = "127.0.0.1:1"  # a cluster that we were not asked to join
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     os.environ["RAY_AUTH_TOKEN"] = "of another cluster"
-    ray_launcher.start_local(ray_folder, num_cpus=2, num_gpus=0)
+    ray_launcher.start_local(ray_folder, num_cpus=2, num_gpus=1)
     yield
     ray_launcher.shut_down()
     end_leftovers(RUN_ID)
@@ -114,6 +114,19 @@ def test_a_service_that_fails_says_why(launcher: Launcher, tmp_path: Path) -> No
     launcher.command("b.0", Promote(), 5.0)
     assert "boom as asked" in str(await_state(launcher, "b.0", "FAILED").error)
     launcher.kill("b.0")
+
+
+@pytest.mark.long
+def test_services_with_shares_of_a_gpu_are_on_the_same_one(ray_started: None, tmp_path: Path) -> None:
+    """Of a machine that Ray is told to have a GPU: no service here looks for it."""
+    launcher, names = ray_launcher.RayLauncher("tests"), ("g.0", "g.1")
+    for name in names:
+        launcher.start(dataclasses.replace(make_spec(tmp_path, name, "build_seeing"), gpus=0.5))
+    assert [await_state(launcher, name, "READY").failure for name in names] == ["0", "0"]
+    launcher.start(make_spec(tmp_path, "g.2", "build_seeing"))
+    assert await_state(launcher, "g.2", "READY").failure == "", "without a share it sees none"
+    for name in (*names, "g.2"):
+        launcher.kill(name)
 
 
 def test_a_process_that_dies_is_gone_and_its_log_stays(ray_started: None, tmp_path: Path) -> None:

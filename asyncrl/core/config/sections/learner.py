@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from asyncrl.core.config.gpus import Gpus
 from asyncrl.core.config.sections.section import Count, Decay, NonNegative, Section, Text, refuse
 from asyncrl.core.variants import BackendName
 
@@ -109,8 +110,8 @@ class LearnerSection(Section):
     """Whether communication of gradients and weights overlaps with computation."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are recomputed instead of stored."""
-    gpus: NonNegative = 0
-    """[GPUs] GPUs of each rank: 1, or 0 to train on CPU."""
+    gpus: Gpus = 0.0
+    """[GPUs] GPUs of each rank: 1, a share of one for a lone rank, or 0 to train on CPU."""
     cpus: Annotated[float, Field(ge=0)] = 1.0
     """[cores] CPU cores that Ray reserves for each rank."""
     groups_per_step: Count = 16

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_serializer, model_validator
 
+from asyncrl.core.config.gpus import Gpus
 from asyncrl.core.config.sections.section import Count, NonNegative, Seconds, Section, Text, refuse
 from asyncrl.core.variants import EngineName
 
@@ -127,8 +128,8 @@ class RolloutSection(Section):
     ] = ReplicasSection()
     standby: NonNegative = 0
     """[replicas] Additional warm replicas that take over when one dies."""
-    gpus: NonNegative = 0
-    """[GPUs] GPUs of each replica, over which its engine is sharded. 0 runs on CPU."""
+    gpus: Gpus = 0.0
+    """[GPUs] GPUs of each replica, over which its engine is sharded, or a share of one. 0 runs on CPU."""
     cpus: Annotated[float, Field(ge=0)] = 0.25
     """[cores] CPU cores that Ray reserves for each replica."""
     engine: EngineName = "vllm"

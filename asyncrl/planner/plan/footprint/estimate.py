@@ -80,7 +80,7 @@ class Placement:
     count: int
     num_processes: int
     cpus: float
-    gpus: int
+    gpus: float
     where: str
 
 
@@ -129,7 +129,7 @@ class Plan:
         return sum(one.cpus for one in self.placement)
 
     @property
-    def num_gpus(self) -> int:
+    def num_gpus(self) -> float:
         """GPUs that Ray reserves."""
         return sum(one.gpus for one in self.placement)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from asyncrl.core.config.conflicts import WITH_VALUES
+from asyncrl.core.config.conflicts import UTILIZATION, WITH_VALUES
+from asyncrl.core.config.gpus import count_devices, memory_share
 from asyncrl.core.config.tree import Config
 from asyncrl.core.variants import backend_facts
 
@@ -47,6 +48,16 @@ class Part:
     what: str
     num_bytes: int
     rule: str
+
+
+def shares_of(config: Config) -> dict[str, float]:
+    """Return the shares of a GPU's memory of those that do not have theirs to themselves, by place."""
+    asked = config.rollout.engine_args.get(UTILIZATION)
+    engine = memory_share(config.rollout.gpus)
+    if engine is not None and isinstance(asked, int | float):
+        engine = float(asked)
+    found = {LEARNER_GPU: memory_share(config.learner.gpus), ROLLOUT_GPU: engine}
+    return {where: share for where, share in found.items() if share is not None}
 
 
 def count_parts(
@@ -152,8 +163,10 @@ def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> It
     item = ITEM_BYTES[config.model.dtype]
     if rollout.gpus:
         if num_weights is not None:
-            rule = f"weight {item} bytes / {rollout.gpus} GPUs; vLLM's KV cache takes what is left"
-            yield Part(ROLLOUT_GPU, "engine", num_weights * item // rollout.gpus, rule)
+            num_gpus = count_devices(rollout.gpus)
+            cut = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
+            rule = f"weight {item} bytes{cut}; vLLM's KV cache takes what is left"
+            yield Part(ROLLOUT_GPU, "engine", num_weights * item // num_gpus, rule)
         return
     core = CORE_BYTES + rollout.kv_cache_bytes + (num_weights or 0) * item
     rule = f"({CORE_BYTES / GB:.2g} GB + rollout.kv_cache_bytes + weight {item} bytes){each}"

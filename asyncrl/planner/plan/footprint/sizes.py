@@ -6,9 +6,10 @@ certain demand; activations, whose size depends on the rows that meet, are estim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from asyncrl.core.config.gpus import count_devices
 from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
 from asyncrl.planner.plan.footprint.memory import (
@@ -38,6 +39,8 @@ REMEDIES = {
     LEARNER_GPU: "raise learner.tp, learner.pp or learner.dp, or set learner.offload: true",
     ROLLOUT_GPU: "raise rollout.gpus",
 }
+REMEDY_OF_SHARE = "raise this share of the GPU and lower the other one, or set learner.offload: true"
+NONE_SHARED: Mapping[str, float] = {}
 KEYS = {SHM: "rollout.replicas", LEARNER_GPU: "learner.gpus", ROLLOUT_GPU: "rollout.gpus"}
 """The key that a line begins with."""
 KEYS_OF_HOST = {
@@ -49,11 +52,20 @@ KEYS_OF_HOST = {
 """The same for main memory, by its largest part; any other part is of the model."""
 
 
-def find_lacks(parts: Sequence[Part], capacity: Capacity) -> Iterator[str]:
-    """Yield a line for each kind of memory of which `parts` take more than there is."""
+def find_lacks(
+    parts: Sequence[Part], capacity: Capacity, shares: Mapping[str, float] = NONE_SHARED
+) -> Iterator[str]:
+    """Yield a line for each kind of memory of which `parts` take more than there is.
+
+    Args:
+        shares: Of a GPU's memory, by place, of what does not have it to itself.
+    """
     gpu = capacity.gpu
     there = {HOST: capacity.host, SHM: capacity.shm, LEARNER_GPU: gpu, ROLLOUT_GPU: gpu}
-    for where, size in there.items():
+    for where, whole in there.items():
+        share, size = shares.get(where), whole
+        if whole is not None and share is not None:
+            size = int(whole * share)
         taking = [part for part in parts if part.where == where and part.what != ACTIVATIONS]
         if where == HOST:
             taking += [part for part in parts if part.where == SHM]  # it is main memory too
@@ -62,15 +74,14 @@ def find_lacks(parts: Sequence[Part], capacity: Capacity) -> Iterator[str]:
             sums = " + ".join(f"{part.what} {part.num_bytes / GB:.3g} ({part.rule})" for part in taking)
             largest = max(taking, key=lambda part: part.num_bytes).what
             key = KEYS_OF_HOST.get(largest, "model.path") if where == HOST else KEYS[where]
-            yield (
-                f"{key}: the run takes {total / GB:.3g} GB of {where}, which has {size / GB:.3g}: "
-                f"{sums}; {REMEDIES[where]}"
-            )
+            told = f"{size / GB:.3g}" + (f" ({share:.3g} of it)" if share is not None else "")
+            remedy = REMEDIES[where] if share is None else REMEDY_OF_SHARE
+            yield (f"{key}: the run takes {total / GB:.3g} GB of {where}, which has {told}: {sums}; {remedy}")
 
 
 def find_uneven_engine(config: Config, size: ModelSize) -> Iterator[str]:
     """Say if the engine cannot be cut over the GPUs of a replica: vLLM gives each GPU whole heads."""
-    gpus, heads, kv_heads = config.rollout.gpus, size.num_heads, size.num_key_value_heads
+    gpus, heads, kv_heads = count_devices(config.rollout.gpus), size.num_heads, size.num_key_value_heads
     if gpus < 2:
         return
     if heads % gpus:
