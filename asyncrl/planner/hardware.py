@@ -40,18 +40,24 @@ ASSUMED = "assumed, not measured"
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU: dense bf16 peak, in TFLOP/s, and memory bandwidth, in GB/s."""
+    """A kind of GPU: dense bf16 peak, in TFLOP/s, memory bandwidth, in GB/s, and memory, in GB."""
 
     tflops: float
     gb_per_s: float
+    gb: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in bytes."""
+        return self.gb * 10**9
 
 
 GPUS = {
-    "A100": Gpu(312.0, 2039.0),
-    "H100": Gpu(989.0, 3350.0),
-    "H200": Gpu(989.0, 4800.0),
-    "B200": Gpu(2250.0, 8000.0),
-    "L40S": Gpu(362.0, 864.0),
+    "A100": Gpu(312.0, 2039.0, 80),
+    "H100": Gpu(989.0, 3350.0, 80),
+    "H200": Gpu(989.0, 4800.0, 141),
+    "B200": Gpu(2250.0, 8000.0, 180),
+    "L40S": Gpu(362.0, 864.0, 48),
 }
 
 

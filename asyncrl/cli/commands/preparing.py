@@ -93,7 +93,8 @@ def plan(
 
     Also placement, the backend and why, and derived values with their rule. Nothing is started. If its run
     exists, differences to it are printed, and which of them a resume accepts.
-    With --simulate, print the predicted speed and alternatives; this machine is not checked then.
+    With --simulate, print the predicted speed and alternatives; this machine is not checked then. With
+    --elsewhere too, check what is the same on any machine and the memory of the GPU that is assumed.
     """
     if schema:
         from asyncrl.cli.reports.plan import print_schema
@@ -113,7 +114,7 @@ def plan(
     if simulate:
         from asyncrl.cli.reports.prediction import Asked, print_prediction
 
-        print_prediction(Asked(configs, overrides or [], rates, runs_dir, as_json))
+        print_prediction(Asked(configs, overrides or [], rates, runs_dir, as_json, elsewhere))
         return
     from asyncrl.cli.reports.plan import print_plan
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from asyncrl.cli import exits
 from asyncrl.cli.reports.table import align
-from asyncrl.cli.up import find_config
+from asyncrl.cli.up import find_config, placed
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.rows.recorder import training_rows
 from asyncrl.control.rows.row_files import load_rows
-from asyncrl.core.config.load import find_run_folder, load, load_config
+from asyncrl.core.config.load import Loaded, find_run_folder, load, load_config
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.planner import calibration
@@ -24,7 +24,10 @@ from asyncrl.planner.calibration import Measured
 from asyncrl.planner.caveats import find_caveats
 from asyncrl.planner.hardware import GPUS, assume_rates
 from asyncrl.planner.outcome import Outcome
-from asyncrl.planner.plan.checks import read_size
+from asyncrl.planner.plan import check_elsewhere
+from asyncrl.planner.plan.checks import check_memory, count_all, read_size
+from asyncrl.planner.plan.footprint.capacity import Capacity
+from asyncrl.planner.plan.footprint.room import Room, find_room
 from asyncrl.planner.rates import Rates
 from asyncrl.planner.setting import LengthsModel, Setting
 from asyncrl.planner.simulation import MAX_PERIOD
@@ -47,6 +50,7 @@ class Asked:
 
     Attributes:
         rates: A file of `asyncrl bench calibrate`, or the name of a GPU of the table.
+        is_elsewhere: Whether the configuration is checked as one for another machine.
     """
 
     configs: Sequence[str]
@@ -54,6 +58,13 @@ class Asked:
     rates: str | None
     runs_dir: str
     as_json: bool
+    is_elsewhere: bool = False
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """Memory of the GPU that is assumed, None where rates were measured."""
+        gpu = GPUS.get(self.rates or DEFAULT_GPU)
+        return None if gpu is None else gpu.num_bytes
 
 
 def print_prediction(asked: Asked) -> None:
@@ -62,7 +73,9 @@ def print_prediction(asked: Asked) -> None:
     Raises:
         ConfigError: The configuration or the rates cannot be used.
     """
-    config = load([find_config(name) for name in asked.configs], asked.overrides).config
+    loaded = load([find_config(name) for name in asked.configs], asked.overrides)
+    config = loaded.config
+    rooms = list(_check_elsewhere(loaded, asked.gpu_bytes)) if asked.is_elsewhere else []
     rates, setting = read_rates(asked.rates, config, _tell_command(asked))
     is_large = setting.replicas > MAX_SWEPT_REPLICAS
     seed, units, choices = config.run.seed, count_learner_units(config), list[Choice]()
@@ -72,9 +85,28 @@ def print_prediction(asked: Asked) -> None:
     words = recommend(base, choices, setting)
     caveats = list(find_caveats(config, setting, rates, MAX_PERIOD))
     if asked.as_json:
-        print(json.dumps(_values(base, choices, words, rates) | {"not_modelled": caveats}, indent=2))
+        more = {"not_modelled": caveats, "memory": [asdict(room) for room in rooms]}
+        print(json.dumps(_values(base, choices, words, rates) | more, indent=2))
         return
-    exits.show(*_lines(base, choices, words, rates, setting), *_tell_caveats(caveats))
+    exits.show(*_lines(base, choices, words, rates, setting, rooms), *_tell_caveats(caveats))
+
+
+def _check_elsewhere(loaded: Loaded, gpu_bytes: int | None) -> Iterator[Room]:
+    """Yield what is taken of GPUs of so much memory.
+
+    Raises:
+        ConfigError: The configuration is wrong on any machine, or takes more of such a GPU than it has.
+    """
+    config = loaded.config
+    try:
+        check_elsewhere(config)
+        if problems := list(check_memory(config, Capacity(gpu=gpu_bytes))):
+            raise ConfigError("\n".join(problems))
+    except ConfigError as error:
+        raise placed(error, loaded) from error
+    size = read_size(config)
+    if size is not None and gpu_bytes is not None:
+        yield from find_room(config, count_all(config, 1, 1), size, gpu_bytes)
 
 
 def count_learner_units(config: Config) -> float | None:
@@ -227,7 +259,12 @@ def _values(base: Outcome, choices: Sequence[Choice], words: Sequence[str], rate
 
 
 def _lines(
-    base: Outcome, choices: Sequence[Choice], words: Sequence[str], rates: Rates, setting: Setting
+    base: Outcome,
+    choices: Sequence[Choice],
+    words: Sequence[str],
+    rates: Rates,
+    setting: Setting,
+    rooms: Sequence[Room],
 ) -> list[str]:
     lengths = setting.lengths
     told = "assumed" if lengths.is_assumed else "told"
@@ -249,6 +286,7 @@ def _lines(
         ["buffer", f"{base.buffer_load:.1%} of one thread", f"{base.buffer_ops_per_s:.4g} requests/s"],
         ["weight sync", f"{base.spread_s:.3g} s", "from a publish to its last replica"],
         *_rows_of_interruptions(base, setting),
+        *(["memory", *room.tell()] for room in rooms),
     ]
     answers = f"median {lengths.median_tokens:.4g} tokens, sigma {lengths.sigma:.2f} ({told})"
     head = f"rates: {rates.source}; answers: {answers}"

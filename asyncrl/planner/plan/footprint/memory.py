@@ -52,12 +52,15 @@ class Part:
 
 def shares_of(config: Config) -> dict[str, float]:
     """Return the shares of a GPU's memory of those that do not have theirs to themselves, by place."""
-    asked = config.rollout.engine_args.get(UTILIZATION)
-    engine = memory_share(config.rollout.gpus)
-    if engine is not None and isinstance(asked, int | float):
-        engine = float(asked)
+    engine = find_utilization(config) if memory_share(config.rollout.gpus) else None
     found = {LEARNER_GPU: memory_share(config.learner.gpus), ROLLOUT_GPU: engine}
     return {where: share for where, share in found.items() if share is not None}
+
+
+def find_utilization(config: Config) -> float | None:
+    """Return the share of its GPUs' memory that an engine is told to take; None leaves that to it."""
+    asked = config.rollout.engine_args.get(UTILIZATION)
+    return float(asked) if isinstance(asked, int | float) else memory_share(config.rollout.gpus)
 
 
 def count_parts(
