@@ -11,6 +11,11 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 
+def overlays() -> dict[str, Path]:
+    """Return by name the files that are laid over a shipped configuration: `asyncrl up one_gpu dapo_17k`."""
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("overlays/*.yaml"))}
+
+
 def find_recipe(text: str, path: str) -> str:
     """Return what the head of a configuration says of where its data file comes from; nothing if it does not.
 

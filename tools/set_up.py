@@ -67,7 +67,7 @@ def set_up(name: str) -> None:
     make_venv()
     run([str(PYTHON), "-m", "pip", "install", "--quiet", *of_list("uv")], dict(os.environ))
     environment = uv_environment(read_pip_settings(PYTHON), os.environ)
-    uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "--no-deps"]
+    uv = uv_install(VENV)
     install_list([*uv, *of_list(name)], environment)
     with compiling():
         run([*uv, "--no-build-isolation", "--editable", "."], environment)
@@ -76,6 +76,11 @@ def set_up(name: str) -> None:
         (VENV / f".set-up-{other}").unlink(missing_ok=True)
     (VENV / f".set-up-{name}").write_text("")
     print(f"set-up: .venv is ready ({time.monotonic() - start:.0f} s)", file=sys.stderr)
+
+
+def uv_install(folder: Path) -> list[str]:
+    """Return the command that installs into the environment in `folder`."""
+    return [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(folder / "bin/python"), "--no-deps"]
 
 
 def of_list(name: str) -> list[str]:

@@ -37,9 +37,9 @@ def complete_run(context: typer.Context, incomplete: str) -> list[str]:
 
 def complete_config(incomplete: str) -> list[str]:
     """Return the shipped configurations, and the YAML files here, whose names begin so."""
-    from configs import shipped
+    from configs import overlays, shipped
 
-    names = [*shipped(), *(str(path) for path in Path(".").glob("*.yaml"))]
+    names = [*shipped(), *overlays(), *(str(path) for path in Path(".").glob("*.yaml"))]
     return sorted(name for name in names if name.startswith(incomplete))
 
 

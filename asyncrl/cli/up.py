@@ -215,16 +215,16 @@ def _detach(handle: RunHandle) -> int:
 
 
 def find_config(name: str) -> Path:
-    """Return the file `name`, or the shipped configuration of that name.
+    """Return the file `name`, or the shipped configuration or overlay of that name.
 
     Raises:
         ConfigError: There is neither.
     """
     if Path(name).exists():
         return Path(name)
-    from configs import shipped
+    from configs import overlays, shipped
 
-    found = shipped()
+    found = shipped() | overlays()
     if name in found:
         return found[name]
     hint = suggest(name, found) or f"Give a file, or one of: {', '.join(found)}"

@@ -1,9 +1,9 @@
-"""A whole run on one GPU: vLLM has it, the learner trains on the CPU, as `configs/one_gpu.yaml` is shipped.
+"""A whole run on one GPU, which vLLM and the learner share as `configs/one_gpu.yaml` is shipped.
 
-Run: `python -m benchmarks.gpu.end_to_end --json FILE`. A Qwen3 of 46 M random weights, which a few cores
-train about as fast as a GPU generates, made-up prompts, log-normal lengths (sigma 0.5, median 192);
-synchronous (`max_lag` 0) and at `max_lag` 2, a run each. The steps after the third are counted. `--quick`
-does the same with a tiny model and without a GPU, and its figures say nothing. Needs vLLM. Not run on a GPU.
+Run: `python -m benchmarks.gpu.end_to_end --json FILE`. A Qwen3 of 0.46 B random weights, made-up prompts,
+log-normal lengths (sigma 0.5, median 192); synchronous (`max_lag` 0) and at `max_lag` 2, a run each. The
+steps after the third are counted. `--quick` does the same with a tiny model and without a GPU, and its
+figures say nothing. Needs vLLM. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class Sizes:
     max_tokens: int
     groups_per_step: int
     num_steps: int
-    gpus: int
+    gpus: float
     learner_cpus: float
 
 
 GPU = Sizes(
-    model={"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "vocab_size": 16384}
-    | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
+    model={"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 16384}
+    | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
     response_tokens="lognormal:0.5:192",
     max_tokens=512,
-    groups_per_step=4,
+    groups_per_step=8,
     num_steps=15,
-    gpus=1,
+    gpus=0.5,
     learner_cpus=max(1, min(8, len(os.sched_getaffinity(0)) - 4)),
 )
 TINY = Sizes(
@@ -119,6 +119,7 @@ def make_config(folder: Path, sizes: Sizes, max_lag: int) -> Config:
         "run.name": f"one_gpu_{max_lag}",
         "run.dir": folder / "runs",
         "model.path": folder,
+        "model.dtype": "bfloat16" if sizes.gpus else "float32",
         "data.train": folder / "prompts.jsonl",
         "data.max_prompt_tokens": 64,
         "reward.fn": "gsm8k",
@@ -128,6 +129,7 @@ def make_config(folder: Path, sizes: Sizes, max_lag: int) -> Config:
         "rollout.prefix_caching": "false",  # the same in both: auto is off at max_lag 0
         "staleness.max_lag": max_lag,
         "algorithm.drop_constant_groups": "false",
+        "learner.gpus": sizes.gpus,
         "learner.cpus": sizes.learner_cpus,
         "learner.groups_per_step": sizes.groups_per_step,
         "learner.steps": sizes.num_steps,

@@ -21,6 +21,8 @@ from tests.pretended_gpu.tensors import GPU, finish_copies, note_wait, within_ke
 
 VARLEN_CALLS: Counter[str] = Counter()
 """Calls of the stand-in for the variable-length kernel."""
+MEMORY_SHARES: list[float] = []
+"""Shares of the GPU's memory that the allocator was limited to."""
 
 
 class Stream:
@@ -100,6 +102,7 @@ def install() -> None:
         "device_count": lambda: 1,
         "current_device": lambda: GPU,  # a number: PyTorch takes none for a device without an accelerator
         "set_device": lambda _: None,
+        "set_per_process_memory_fraction": lambda share, *_: MEMORY_SHARES.append(share),
         "get_device_capability": lambda *_: (9, 0),
         "get_device_name": lambda *_: "pretended",
         "get_device_properties": lambda *_: properties,

@@ -10,14 +10,20 @@ import subprocess
 import sys
 import time
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
+import set_up
 import typer.main
+from pip_settings import read_pip_settings, uv_environment
 from ruamel.yaml import YAML
 
 from asyncrl.cli.app import app
 from asyncrl.core.config.load import load_config
+from asyncrl.planner.plan.footprint import shared_memory
+from asyncrl.planner.plan.machine import count_receivers_here
+from configs import shipped
 
 DEPLOY = Path("deploy")
 SLURM = DEPLOY / "slurm.sbatch"
@@ -272,6 +278,41 @@ def test_an_image_installs_the_pinned_list_and_holds_what_the_packages_are_made_
     assert {name.rstrip("*").partition(".")[0] for name in packages["include"]} <= copied
     assert {"Makefile", "pyproject.toml", "README.md", "LICENSE", "requirements", "tools"} <= copied
     assert steps[-2:] == [["ENTRYPOINT", "[asyncrl]"], ["CMD", "[--help]"]]
+
+
+def test_the_shared_memory_of_a_container_holds_the_versions_of_the_run_that_it_is_started_with():
+    lines = [line for path in PLACES for line in lines_of(path) if "docker run" in line]
+    found = [re.search(r"--shm-size=(\d+)g .* up (?:configs/)?(\w+)", line) for line in lines]
+    assert len(found) == 3
+    for size, name in (match.groups() for match in found):
+        config = load_config(shipped()[name])
+        need = shared_memory.count(config, count_receivers_here(config))
+        if need is None:  # a built-in model, of some hundred kilobytes
+            assert config.model.path.startswith("builtin:")
+        else:
+            assert 0 <= int(size) * 2**30 - need.num_bytes < 2**30, f"{name} takes {need.num_bytes} bytes"
+
+
+def test_nothing_but_what_an_image_copies_goes_to_its_builder():
+    words = [shlex.split(line, comments=True) for path in DOCKERFILES for line in lines_of(path)]
+    copied = {source for line in words if line[:1] == ["COPY"] for source in line[2:-1]}
+    lines = [line for line in Path(".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert lines[0] == "*" and {line[1:] for line in lines if line.startswith("!")} == copied
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_the_packages_of_an_image_are_found_in_the_versions_of_its_list(path, tmp_path, capfd):
+    """The commands of `make setup`, without installing; they ask the index that pip is configured with."""
+    venv.create(tmp_path)
+    name = path.suffix[1:]
+    pip = [str(set_up.PYTHON), "-m", "pip", "install", "--dry-run", *set_up.of_list("uv")]
+    set_up.run(pip, dict(os.environ))
+    environment = uv_environment(read_pip_settings(set_up.PYTHON), os.environ)
+    capfd.readouterr()
+    set_up.install_list([*set_up.uv_install(tmp_path), "--dry-run", *set_up.of_list(name)], environment)
+    pinned = re.findall(r"^\S+==", Path(f"requirements/{name}.txt").read_text(), re.MULTILINE)
+    assert f"Would install {len(pinned)} packages" in capfd.readouterr().err and len(pinned) > 100
 
 
 def test_an_image_knows_no_password_and_runs_as_nobody_special():

@@ -82,6 +82,7 @@ def test_a_wheel_holds_the_configurations_and_every_package(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"configs/quickstart.yaml", "configs/grpo_gsm8k.yaml", "asyncrl/cli/app.py"} <= names
+    assert "configs/overlays/dapo_17k.yaml" in names
     models = {str(path) for path in Path("rollout_service/tasks").rglob("warm_started/model.safetensors")}
     assert len(models) == 2 and models <= names
     assert all(any(name.startswith(f"{package}/") for name in names) for package in PACKAGES)

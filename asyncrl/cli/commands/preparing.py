@@ -142,10 +142,10 @@ def doctor(
 ) -> None:
     """Check whether this machine can run asyncrl.
 
-    Python, packages against the tested versions, CPUs, GPUs, memory, /dev/shm, disk, limits, ports, Redis,
-    Ray, leftovers of dead runs, and run folders, Ray, sockets and gateways that are open to other users. Each
-    line that is not ok says what to do. Exit code 1 if a run cannot work here. JSON: what, verdict, found,
-    advice.
+    Python, packages against the tested versions, CPUs, GPUs, memory, /dev/shm, which presets fit, disk,
+    limits, ports, Redis, Ray, leftovers of dead runs, and run folders, Ray, sockets and gateways that are
+    open to other users. Each line that is not ok says what to do. Exit code 1 if a run cannot work here.
+    JSON: what, verdict, found, advice.
     """
     from asyncrl.cli.doctor.examination import print_findings
 

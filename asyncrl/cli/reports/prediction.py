@@ -74,8 +74,7 @@ def print_prediction(asked: Asked) -> None:
         ConfigError: The configuration or the rates cannot be used.
     """
     loaded = load([find_config(name) for name in asked.configs], asked.overrides)
-    config = loaded.config
-    rooms = list(_check_elsewhere(loaded, asked.gpu_bytes)) if asked.is_elsewhere else []
+    config, rooms = loaded.config, check_rooms(loaded, asked.gpu_bytes) if asked.is_elsewhere else []
     rates, setting = read_rates(asked.rates, config, _tell_command(asked))
     is_large = setting.replicas > MAX_SWEPT_REPLICAS
     seed, units, choices = config.run.seed, count_learner_units(config), list[Choice]()
@@ -91,8 +90,8 @@ def print_prediction(asked: Asked) -> None:
     exits.show(*_lines(base, choices, words, rates, setting, rooms), *_tell_caveats(caveats))
 
 
-def _check_elsewhere(loaded: Loaded, gpu_bytes: int | None) -> Iterator[Room]:
-    """Yield what is taken of GPUs of so much memory.
+def check_rooms(loaded: Loaded, gpu_bytes: int | None) -> list[Room]:
+    """Return what is taken of GPUs of so much memory; nothing where that or the model's size is not known.
 
     Raises:
         ConfigError: The configuration is wrong on any machine, or takes more of such a GPU than it has.
@@ -105,8 +104,9 @@ def _check_elsewhere(loaded: Loaded, gpu_bytes: int | None) -> Iterator[Room]:
     except ConfigError as error:
         raise placed(error, loaded) from error
     size = read_size(config)
-    if size is not None and gpu_bytes is not None:
-        yield from find_room(config, count_all(config, 1, 1), size, gpu_bytes)
+    if size is None or gpu_bytes is None:
+        return []
+    return list(find_room(config, count_all(config, 1, 1), size, gpu_bytes))
 
 
 def count_learner_units(config: Config) -> float | None:

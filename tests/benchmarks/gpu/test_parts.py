@@ -42,7 +42,7 @@ def test_log_probs_are_judged_by_time_and_memory_at_the_most_tokens():
 @pytest.mark.parametrize("sizes", [end_to_end.GPU, end_to_end.TINY])
 def test_the_whole_run_is_the_shipped_one_with_a_made_up_task(tmp_path: Path, sizes: end_to_end.Sizes):
     config = end_to_end.make_config(tmp_path, sizes, 2)
-    assert (config.staleness.max_lag, config.rollout.gpus, config.learner.gpus) == (2, sizes.gpus, 0)
+    assert (config.staleness.max_lag, config.rollout.gpus, config.learner.gpus) == (2, sizes.gpus, sizes.gpus)
     assert config.learner.steps > end_to_end.WARM_UP_STEPS + 2
 
 

@@ -41,13 +41,20 @@ def test_those_for_a_laptop_pass_every_check_of_this_machine(name):
 
 def test_there_is_a_preset_for_each_size_of_machine():
     gpus = {name: plan.check_elsewhere(load_config(path)).num_gpus for name, path in shipped().items()}
-    assert (gpus["quickstart"], gpus["one_gpu"], gpus["eight_gpus"], gpus["agents"]) == (0, 1, 8, 0)
+    sizes = {"quickstart": 0, "agents": 0, "one_gpu": 1, "two_gpus": 2, "eight_gpus": 8}
+    assert {name: gpus[name] for name in sizes} == sizes
     assert gpus["two_nodes"] == 12 and load_config(shipped()["two_nodes"]).rollout.replicas.max == 8
 
 
 @pytest.mark.parametrize(
     ("name", "host", "gpu"),
-    [("one_gpu", 32, 24), ("eight_gpus", 512, 80), ("two_nodes", 256, 80), ("grpo", 64, 40)],
+    [
+        ("one_gpu", 32, 80),
+        ("two_gpus", 64, 80),
+        ("eight_gpus", 512, 80),
+        ("two_nodes", 256, 80),
+        ("grpo", 64, 40),
+    ],
 )
 def test_those_for_gpus_fit_the_machine_that_they_name(name, host, gpu):
     config = load_config(shipped()[name])

@@ -114,7 +114,7 @@ def test_each_side_is_held_against_its_own_share_of_the_memory() -> None:
     assert lacks(24) == []
     (line,) = lacks(16)
     assert line.startswith("learner.gpus: the run takes 10.7 GB of each GPU of the learner, which has 7.36")
-    assert line.endswith("raise this share of the GPU and lower the other one, or set learner.offload: true")
+    assert line.endswith("raise this share of the GPU and lower the other one")
     assert lacks(16, learner=0.8, rollout=0.2) == []
     (line,) = lacks(16, learner=0.95, rollout=0.05)
     assert line.startswith("rollout.gpus: the run takes 1.19 GB of each GPU of a replica, which has 0.736")

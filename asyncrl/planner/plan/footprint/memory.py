@@ -24,6 +24,8 @@ BUFFER, FRONT_ENDS, ENGINE_CORES, VERSIONS = (
     "versions on their way",
 )
 """Users of main memory whose size a key of the configuration sets."""
+IN_AN_UPDATE = "optimizer in an update"
+"""Megatron takes a state that rests on the host to the GPU for each update, when no activations are there."""
 LEARNER_GPU, ROLLOUT_GPU = "each GPU of the learner", "each GPU of a replica"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES, MOMENT_BYTES, MAIN_BYTES = 4, 8, 4
@@ -150,6 +152,8 @@ def _models(config: Config, num_weights: int, critic_weights: int | None) -> Ite
         if learner.offload:
             yield _Model(f"{name} and its gradient", size, held, f"{weights} bytes", is_sharded)
             yield _Model(f"optimizer of the {name}", size, state, f"{optimizer} bytes", is_offloaded=True)
+            if not is_sharded:
+                yield _Model(f"{IN_AN_UPDATE} of the {name}", size, state, f"{optimizer} bytes, all at once")
         else:
             yield _Model(f"{name} and its optimizer", size, held + state, f"{weights} + {optimizer} bytes")
     if config.algorithm.kl.coef > 0:
