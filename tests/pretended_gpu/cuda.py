@@ -116,8 +116,8 @@ def install() -> None:
         "mem_get_info": lambda *_: (80 << 30, 80 << 30),
         "manual_seed": torch.default_generator.manual_seed,
         "manual_seed_all": lambda _: None,
-        "get_rng_state": lambda *_: torch.get_rng_state(),
-        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
         "Stream": Stream,
         "Event": Event,
         "current_stream": lambda *_: stream,
@@ -128,6 +128,8 @@ def install() -> None:
     }
     for name, value in names.items():
         setattr(torch.cuda, name, value)
+    for name in ("get_rng_state", "set_rng_state"):  # which recomputation calls by their module
+        setattr(torch.cuda.random, name, names[name])
     for name in ("range_push", "range_pop"):
         setattr(torch.cuda.nvtx, name, lambda *_: None)
     for name in ("tensor", "as_tensor", "from_numpy"):  # their C++ asks for a driver before any mode is asked

@@ -16,22 +16,30 @@ from asyncrl.core.config.tree import LearnerSection
 from configs import overlays, shipped
 
 PRESETS = ("one_gpu", "two_gpus", "eight_gpus", "two_nodes")
-SHRUNK = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "minibatches": 2, "max_tokens_per_microbatch": 64}
+RANKS = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "cpus": 1.0}
+SHRUNK = RANKS | {"groups_per_step": 6, "minibatches": 2, "max_tokens_per_microbatch": 64, "steps": 1}
 """What sizes of machines and rows set; `lr` is raised so that two updates show."""
-OFFLOADED = "two_gpus --set learner.offload=true"
 
 
 def learners() -> dict[str, tuple[LearnerSection, str]]:
-    """Return the shrunk section and the dtype of each preset, with its data, with DAPO's, and offloaded."""
-    ways = {name: ([shipped()[name]], []) for name in PRESETS}
-    ways |= {f"{name} dapo_17k": ([shipped()[name], overlays()["dapo_17k"]], []) for name in PRESETS}
-    ways[OFFLOADED] = ([shipped()["two_gpus"]], ["learner.offload=true"])
-    return {name: shrink(files, sets) for name, (files, sets) in ways.items()}
+    """Return the shrunk section and the dtype of each preset, with its data and with DAPO's.
+
+    Those that are equal once they are shrunk are one, under all their names.
+    """
+    files = {name: [shipped()[name]] for name in PRESETS}
+    files |= {f"{name} dapo_17k": [shipped()[name], overlays()["dapo_17k"]] for name in PRESETS}
+    found: dict[str, tuple[LearnerSection, str]] = {}
+    for name, paths in files.items():
+        made = shrink(paths)
+        same = next((other for other, one in found.items() if one == made), "")
+        found.pop(same, None)
+        found[f"{same}, {name}" if same else name] = made
+    return found
 
 
-def shrink(files: list[Path], sets: list[str]) -> tuple[LearnerSection, str]:
+def shrink(files: list[Path]) -> tuple[LearnerSection, str]:
     """Return the learner's section at a size that a test can run, all else as it is."""
-    config = load(files, sets).config
+    config = load(files, []).config
     values = config.learner.model_dump() | SHRUNK | {"lr": 1e-3, "warmup_steps": 0}
     return LearnerSection.model_validate(values), config.model.dtype
 
