@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.control.ray import head
+from asyncrl.control.ray.bootstrap import needs_of
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.roster import FACTORIES, SERVERS, Roster, ServiceSpec
 from asyncrl.core.config.load import dump_resolved, load_config
@@ -179,6 +180,14 @@ def test_a_learner_and_a_replica_see_the_gpus_that_they_ask_for(section: str) ->
     assert with_gpu["OMP_NUM_THREADS"] == {"learner": "4", "rollout": "2"}[section]
     without = replace(make_roster(), config=Config(**SECTIONS)).spec(f"{section}.0").variables
     assert without["CUDA_VISIBLE_DEVICES"] == "" and "OMP_NUM_THREADS" not in without
+
+
+@pytest.mark.parametrize("section", ["learner", "rollout"])
+def test_a_share_of_a_gpu_is_reserved_as_it_is_and_its_owner_sees_the_gpu(section: str) -> None:
+    sides = {"learner": {"gpus": 0.4}, "rollout": {"gpus": 0.4}}
+    spec = replace(make_roster(), config=Config(**SECTIONS, **sides)).spec(f"{section}.0")
+    assert spec.gpus == 0.4 and "CUDA_VISIBLE_DEVICES" not in spec.variables
+    assert needs_of(spec.context.config)[section] == (spec.cpus, 0.4)
 
 
 @pytest.mark.parametrize(("backend", "connections"), [("megatron", "1"), ("fsdp2", None)])
