@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from asyncrl.cli.doctor import exposure, gpus, machine, packages, presets, ray
+from asyncrl.cli.doctor import exposure, gpus, machine, packages, ray
 from asyncrl.cli.doctor.finding import Finding
 from asyncrl.cli.exits import show
 from asyncrl.cli.reports.table import align
@@ -21,7 +21,7 @@ def examine(runs_dir: str, address: str = "") -> Iterator[Finding]:
     yield from machine.check_processors()
     yield from gpus.check_gpus()
     yield from machine.check_memory()
-    yield from presets.check_presets()
+    yield from gpus.check_presets()
     yield from machine.check_disk(runs_dir)
     yield from machine.check_limits()
     yield from machine.check_sockets()

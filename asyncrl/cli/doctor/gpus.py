@@ -1,4 +1,4 @@
-"""The GPUs of this machine: those that processes see, the driver, free memory, and how they are connected.
+"""The GPUs of this machine: those that processes see, driver, free memory, links, and the presets that fit.
 
 What NVIDIA's management library (package `nvidia-ml-py`, which vLLM brings) does not say here is left out.
 """
@@ -15,6 +15,9 @@ from types import ModuleType
 from asyncrl.cli.doctor.finding import Finding, judge
 from asyncrl.cli.doctor.packages import installed_version
 from asyncrl.control.machine.resources import DRIVER_GPUS, count_gpus, visible_gpus
+from asyncrl.core.config.load import load_config
+from asyncrl.planner.plan.fit import Machine, find_fit
+from asyncrl.planner.plan.footprint import capacity
 
 DRIVER = Path("/proc/driver/nvidia/version")
 RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
@@ -69,6 +72,25 @@ def check_gpus() -> Iterator[Finding]:
         are_linked = all(gpu.num_links for gpu in gpus.values())
         advice = "Ranks exchange over PCIe: prefer learner.dp to learner.tp, and small buckets of gradients"
         yield judge("nvlink", "between GPUs" if are_linked else "none", are_linked, advice)
+
+
+def check_presets(machine: Machine | None = None) -> Iterator[Finding]:
+    """Yield a line for each preset for GPUs, or one for all where there is no GPU.
+
+    Args:
+        machine: Taken for this one.
+    """
+    from configs import shipped
+
+    there = machine or Machine(count_gpus(), capacity.measure())
+    if not there.num_gpus:
+        yield Finding("presets", "ok", "quickstart runs here; those for GPUs do not")
+        return
+    for name, path in shipped().items():
+        config = load_config(path)
+        if config.rollout.gpus:
+            elsewhere = "; replicas on other nodes" if config.launcher.is_cluster else ""
+            yield Finding(f"preset {name}", "ok", f"{find_fit(config, there).tell()}{elsewhere}")
 
 
 def _check_driver() -> Iterator[Finding]:

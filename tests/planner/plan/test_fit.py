@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.cli.doctor.presets import check_presets
+from asyncrl.cli.doctor.gpus import check_presets
 from asyncrl.core.config.load import load_config
 from asyncrl.planner.plan.fit import Machine, change, find_fit, find_lacks
 from asyncrl.planner.plan.footprint.capacity import Capacity
