@@ -1,4 +1,4 @@
-"""Dimensions of well-known models by their hub names, for plans before anything is fetched (pure).
+"""Dimensions of well-known models by their hub names, and the tensors that dimensions make (pure).
 
 Each record holds what the model's own `config.json` says of its shape; a test holds the weights that
 `count_weights` counts of it against those of the published files. Invariant: a name that is not in the table
@@ -7,10 +7,11 @@ has no dimensions here; no other name is taken for it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Container, Iterator, Mapping
 
-from asyncrl.core.config.models.architectures import ModelSize, tensor_shapes
+from asyncrl.core.config.models.architectures import FAMILIES, ModelSize, find_unsupported
 
 Table = Mapping[str, object]
 VARIANTS = ("-Base", "-Instruct")
@@ -67,11 +68,44 @@ def count_weights(table: Table, without: Container[str] = ()) -> int:
     return sum(map(math.prod, matrices)) + sum(_vectors(table)) if matrices else 0
 
 
+def tensor_shapes(table: Mapping[str, object], has_head: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (name, shape) of the matrices that a supported model has for certain; nothing of any other.
+
+    Args:
+        has_head: Whether a model whose embedding is not tied has an output projection.
+    """
+    try:
+        size = ModelSize.read(table)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return
+    if any(find_unsupported(table)):
+        return
+    hidden, vocabulary = size.hidden_size, (size.vocab_size, size.hidden_size)
+    queries, keys = size.num_heads * size.head_size, size.num_key_value_heads * size.head_size
+    yield "model.embed_tokens.weight", vocabulary
+    if has_head and not table.get("tie_word_embeddings", False):
+        yield "lm_head.weight", vocabulary
+    for index, (name, shape) in itertools.product(
+        range(size.num_layers),
+        (
+            ("self_attn.q_proj", (queries, hidden)),
+            ("self_attn.k_proj", (keys, hidden)),
+            ("self_attn.v_proj", (keys, hidden)),
+            ("self_attn.o_proj", (hidden, queries)),
+            ("mlp.gate_proj", (size.intermediate_size, hidden)),
+            ("mlp.up_proj", (size.intermediate_size, hidden)),
+            ("mlp.down_proj", (hidden, size.intermediate_size)),
+        ),
+    ):
+        yield f"model.layers.{index}.{name}.weight", shape
+
+
 def _vectors(table: Table) -> Iterator[int]:
     """Yield the lengths of norms and biases."""
     size = ModelSize.read(table)
     yield size.hidden_size
     keys = size.num_key_value_heads * size.head_size
-    biases = size.num_heads * size.head_size + 2 * keys if table["model_type"] == "qwen2" else 0
-    norms = 2 * size.head_size if table["model_type"] == "qwen3" else 0
+    family = FAMILIES[str(table["model_type"])]
+    biases = size.num_heads * size.head_size + 2 * keys if family.has_qkv_bias else 0
+    norms = 2 * size.head_size if family.has_qk_norm else 0
     yield size.num_layers * (2 * size.hidden_size + biases + norms)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Any
 
-from asyncrl.core.config.gpus import count_devices, memory_share
+from asyncrl.core.config.gpus import memory_share
 from asyncrl.core.config.tree import Config
 
 POINTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -60,7 +61,7 @@ def _start(config: Config) -> Any:
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         enforce_eager=not rollout.gpus,
-        tensor_parallel_size=max(1, count_devices(rollout.gpus)),
+        tensor_parallel_size=max(1, math.ceil(rollout.gpus)),
         skip_tokenizer_init=True,
         **memory,
     )

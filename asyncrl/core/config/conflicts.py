@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncrl.core.config.gpus import memory_share
 from asyncrl.core.config.rules.streaming import find_stream_conflicts
 from asyncrl.core.config.secrets import find_secrets
 from asyncrl.core.variants import (
@@ -34,7 +33,6 @@ WITH_VALUES = estimators_needing(VALUES)
 """Advantages that need a critic."""
 WITH_GREEDY = estimators_needing(GREEDY)
 """Advantages that need the reward of a greedy answer per group."""
-UTILIZATION = "gpu_memory_utilization"
 CONFLICT = "conflict"
 """The type of the validation error that carries `Conflict`s in its context."""
 
@@ -123,24 +121,6 @@ def _find_gpu_conflicts(config: Root) -> Iterator[Conflict]:
         what = "model.dtype: float16 needs GPUs on both sides"
         hint = "Set rollout.gpus and learner.gpus, or model.dtype: bfloat16"
         yield Conflict(("model.dtype", "rollout.gpus", "learner.gpus"), what, hint)
-    yield from _find_share_conflicts(config)
-
-
-def _find_share_conflicts(config: Root) -> Iterator[Conflict]:
-    """Yield what does not go with a share of a GPU."""
-    learner, rollout = config.learner, config.rollout
-    shares = [key for key, one in (("learner", learner), ("rollout", rollout)) if memory_share(one.gpus)]
-    if memory_share(learner.gpus) and learner.num_ranks > 1:
-        what = f"learner.gpus: {learner.gpus:g} is for a lone rank: NCCL refuses two on one GPU"
-        yield Conflict(("learner.gpus",), what, "Set learner.gpus: 1, or one rank")
-    if shares and config.launcher.is_cluster:
-        keys = tuple(f"{key}.gpus" for key in shares)
-        what = f"{keys[0]}: shares of a GPU are placed on one machine only, and launcher.ray is a cluster"
-        yield Conflict((*keys, "launcher.ray"), what, "Set whole GPUs")
-    asked, share = rollout.engine_args.get(UTILIZATION), memory_share(rollout.gpus)
-    if share and isinstance(asked, int | float) and asked > rollout.gpus:
-        what = f"rollout.engine_args: {UTILIZATION} {asked:g} is more than rollout.gpus: {rollout.gpus:g}"
-        yield Conflict(("rollout.engine_args", "rollout.gpus"), what, f"Leave it out: {share:.3g} is used")
 
 
 def _find_engine_conflicts(rollout: RolloutSection) -> Iterator[Conflict]:

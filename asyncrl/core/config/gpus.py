@@ -6,7 +6,6 @@ allocators: `memory_share` is the limit of the learner's allocator and of the en
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -27,15 +26,6 @@ def check_gpus(gpus: float) -> float:
 Gpus = Annotated[float, Field(ge=0), AfterValidator(check_gpus)]
 
 
-def count_devices(gpus: float) -> int:
-    """Return on how many GPUs a service is."""
-    return math.ceil(gpus)
-
-
 def memory_share(gpus: float) -> float | None:
-    """Return the share of a GPU's memory that a service may take; None if it has its GPUs to itself.
-
-    >>> memory_share(0.5), memory_share(1)
-    (0.46, None)
-    """
+    """Return the share of a GPU's memory that a service may take; None if it has its GPUs to itself."""
     return USABLE * gpus if 0 < gpus < 1 else None

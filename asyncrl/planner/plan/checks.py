@@ -10,6 +10,7 @@ from pathlib import Path
 
 from asyncrl.buffer.composition import ledger_settings, max_group_bytes
 from asyncrl.buffer.journals.kind import journal_kind
+from asyncrl.core.config.gpus import memory_share
 from asyncrl.core.config.models.architectures import ModelSize, read_max_positions
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
@@ -136,6 +137,23 @@ def check_cut_of_engine(config: Config) -> Iterator[str]:
         yield from sizes.find_uneven_engine(config, size)
 
 
+def check_shares(config: Config) -> Iterator[str]:
+    """Say what does not go with a share of a GPU."""
+    learner, rollout, share = config.learner, config.rollout, memory_share(config.rollout.gpus)
+    if memory_share(learner.gpus) and learner.num_ranks > 1:
+        yield f"learner.gpus: {learner.gpus:g} is for a lone rank, as NCCL refuses two on one GPU; set 1"
+    if config.launcher.is_cluster:
+        for key, section in (("learner.gpus", learner), ("rollout.gpus", rollout)):
+            if memory_share(section.gpus):
+                yield f"{key}: shares of a GPU are for one machine, and launcher.ray is a cluster; set 1"
+    asked = memory.find_utilization(config)
+    if share is not None and asked is not None and asked > rollout.gpus:
+        yield (
+            f"rollout.engine_args: {memory.UTILIZATION} {asked:g} is more than rollout.gpus: "
+            f"{rollout.gpus:g}; leave it out, and {share:.3g} is taken"
+        )
+
+
 def check_long_rows(config: Config) -> Iterator[str]:
     """Say if a row may be longer than the engine can take."""
     size = read_size(config)
@@ -172,6 +190,7 @@ PORTABLE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_cut_of_engine,
     check_heads,
     check_long_rows,
+    check_shares,
     names.check_algorithm,
     names.check_rewards,
     names.check_environment,

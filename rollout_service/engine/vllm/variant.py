@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from asyncrl.core.config.gpus import count_devices, memory_share
+from asyncrl.core.config.gpus import memory_share
 from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config
 from rollout_service.engine.protocol import Engine, EngineVariant
@@ -45,7 +46,7 @@ def settings_of(config: Config) -> VllmSettings:
         kv_cache_bytes=rollout.kv_cache_bytes,
         recomputes_kv_cache=rollout.kv_cache == "recompute",
         caches_prefixes=choose_prefix_caching(config)[0],
-        num_gpus=count_devices(rollout.gpus),
+        num_gpus=math.ceil(rollout.gpus),
         memory_share=memory_share(rollout.gpus),
         seed=config.run.seed,
         engine_args=rollout.engine_args,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.core.config.models.architectures import tensor_shapes
+from asyncrl.planner.named_models import tensor_shapes
 from tests.rollout.engine.families import CONFIGS, PLAIN, WIDTHS, Form
 
 FORMS = [

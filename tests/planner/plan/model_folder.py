@@ -11,8 +11,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from asyncrl.core.config.models.architectures import tensor_shapes
 from asyncrl.core.files.weight_files import WEIGHTS
+from asyncrl.planner.named_models import tensor_shapes
 
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 SIZES = {

@@ -9,7 +9,6 @@ without any sign of it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -85,38 +84,6 @@ def find_unsupported(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     rope_type = rope_type_of(table)
     if rope_type not in ROPE_TYPES:
         yield f"rope_type '{rope_type}' is not supported", f"Supported: {', '.join(ROPE_TYPES)}"
-
-
-def tensor_shapes(table: Mapping[str, object], has_head: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (name, shape) of the matrices that a supported model has for certain; nothing of any other.
-
-    Args:
-        has_head: Whether a model whose embedding is not tied has an output projection.
-    """
-    try:
-        size = ModelSize.read(table)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        return
-    if any(find_unsupported(table)):
-        return
-    hidden, vocabulary = size.hidden_size, (size.vocab_size, size.hidden_size)
-    queries, keys = size.num_heads * size.head_size, size.num_key_value_heads * size.head_size
-    yield "model.embed_tokens.weight", vocabulary
-    if has_head and not table.get("tie_word_embeddings", False):
-        yield "lm_head.weight", vocabulary
-    for index, (name, shape) in itertools.product(
-        range(size.num_layers),
-        (
-            ("self_attn.q_proj", (queries, hidden)),
-            ("self_attn.k_proj", (keys, hidden)),
-            ("self_attn.v_proj", (keys, hidden)),
-            ("self_attn.o_proj", (hidden, queries)),
-            ("mlp.gate_proj", (size.intermediate_size, hidden)),
-            ("mlp.up_proj", (size.intermediate_size, hidden)),
-            ("mlp.down_proj", (hidden, size.intermediate_size)),
-        ),
-    ):
-        yield f"model.layers.{index}.{name}.weight", shape
 
 
 def read_max_positions(table: Mapping[str, object]) -> int | None:

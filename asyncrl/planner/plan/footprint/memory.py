@@ -6,11 +6,12 @@ microbatch: `sizes` estimates them. Invariant: a part whose size is not known is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from asyncrl.core.config.conflicts import UTILIZATION, WITH_VALUES
-from asyncrl.core.config.gpus import count_devices, memory_share
+from asyncrl.core.config.conflicts import WITH_VALUES
+from asyncrl.core.config.gpus import memory_share
 from asyncrl.core.config.tree import Config
 from asyncrl.core.variants import backend_facts
 
@@ -26,6 +27,7 @@ BUFFER, FRONT_ENDS, ENGINE_CORES, VERSIONS = (
 """Users of main memory whose size a key of the configuration sets."""
 IN_AN_UPDATE = "optimizer in an update"
 """Megatron takes a state that rests on the host to the GPU for each update, when no activations are there."""
+UTILIZATION = "gpu_memory_utilization"
 LEARNER_GPU, ROLLOUT_GPU = "each GPU of the learner", "each GPU of a replica"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES, MOMENT_BYTES, MAIN_BYTES = 4, 8, 4
@@ -170,7 +172,7 @@ def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> It
     item = ITEM_BYTES[config.model.dtype]
     if rollout.gpus:
         if num_weights is not None:
-            num_gpus = count_devices(rollout.gpus)
+            num_gpus = math.ceil(rollout.gpus)
             cut = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
             rule = f"weight {item} bytes{cut}; vLLM's KV cache takes what is left"
             yield Part(ROLLOUT_GPU, "engine", num_weights * item // num_gpus, rule)

@@ -6,11 +6,11 @@ certain demand; activations, whose size depends on the rows that meet, are estim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from asyncrl.core.config.gpus import count_devices
 from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
 from asyncrl.planner.plan.footprint.memory import (
@@ -83,7 +83,7 @@ def find_lacks(
 
 def find_uneven_engine(config: Config, size: ModelSize) -> Iterator[str]:
     """Say if the engine cannot be cut over the GPUs of a replica: vLLM gives each GPU whole heads."""
-    gpus, heads, kv_heads = count_devices(config.rollout.gpus), size.num_heads, size.num_key_value_heads
+    gpus, heads, kv_heads = math.ceil(config.rollout.gpus), size.num_heads, size.num_key_value_heads
     if gpus < 2:
         return
     if heads % gpus:
