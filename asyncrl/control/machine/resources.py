@@ -26,11 +26,8 @@ def count_gpus_wanted(config: Config, replicas: int) -> int:
     asked = [config.learner.gpus] * config.learner.num_ranks + [config.rollout.gpus] * replicas
     free = list[float]()  # of each GPU that is shared
     for share in sorted((one for one in asked if 0 < one < 1), reverse=True):
-        at = next((index for index, rest in enumerate(free) if share <= rest + SLACK), None)
-        if at is None:
-            free.append(1 - share)
-        else:
-            free[at] -= share
+        at = next((index for index, rest in enumerate(free) if share <= rest + SLACK), len(free))
+        free[at : at + 1] = [(free[at] if at < len(free) else 1.0) - share]
     return len(free) + sum(int(one) for one in asked)
 
 
