@@ -11,23 +11,18 @@ import torch
 
 from asyncrl.core.experience import Trajectory
 from asyncrl.core.staleness import Span
+from asyncrl.planner.named_models import NAMED_MODELS
 from learner.batching.batch import PackedBatch
 
 
-def _qwen3(hidden: int, inner: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
-    fields = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-    fields |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
-    return fields | {"max_position_embeddings": 40_960, "tie_word_embeddings": True} | others
-
-
+_SIZES = ("0.6B", "1.7B", "4B", "8B")
+_TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+_TINY |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "tie_word_embeddings": True}
 QWEN3: Mapping[str, Mapping[str, Any]] = {
-    "0.6B": _qwen3(1024, 3072, 28, 16),
-    "1.7B": _qwen3(2048, 6144, 28, 16),
-    "4B": _qwen3(2560, 9728, 36, 32),
-    "8B": _qwen3(4096, 12_288, 36, 32, tie_word_embeddings=False),
-    "tiny": _qwen3(32, 64, 2, 2, num_key_value_heads=1, head_dim=16, vocab_size=64),
+    **{size: NAMED_MODELS[f"Qwen/Qwen3-{size}"] for size in _SIZES},
+    "tiny": _TINY,
 }
-"""Fields of `transformers.Qwen3Config` by size, as in the models' own config.json; `tiny` is for a CPU."""
+"""Fields of `transformers.Qwen3Config` by size; `tiny` is for a CPU."""
 
 
 def save_qwen3(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **fields: Any) -> int:
