@@ -14,7 +14,6 @@ from asyncrl.core.staleness import Span
 from asyncrl.planner.named_models import NAMED_MODELS
 from learner.batching.batch import PackedBatch
 
-
 _SIZES = ("0.6B", "1.7B", "4B", "8B")
 _TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 _TINY |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "tie_word_embeddings": True}
