@@ -11,10 +11,10 @@ from pathlib import Path
 from asyncrl.buffer.journals.kind import journal_kind
 from asyncrl.control.api.server import EventStream, Route, Text
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.rows.prometheus import CONTENT_TYPE, health_answer, prometheus_text
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.config.tree import Config
 from asyncrl.page.feed import Feed
+from asyncrl.control.rows.prometheus import CONTENT_TYPE, health_answer, prometheus_text
 from asyncrl.page.reading import RowTail
 from asyncrl.page.rollouts import decoder_of
 

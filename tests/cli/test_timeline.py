@@ -32,9 +32,9 @@ from asyncrl.core.config.load import dump_resolved
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.experience import encode_group
-from asyncrl.core.files.sync_records import RoundRecord
 from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.buffer.parts import GROUP_SIZE, make_group
+from weight_sync.sync_records import RoundRecord
 
 MICROS = 1e6
 PHASES = {"X": {"ts", "dur", "tid"}, "i": {"ts", "tid", "s"}, "C": {"ts", "args"}, "M": {"args"}}

@@ -36,13 +36,13 @@ from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.files.printable import printable
-from asyncrl.core.files.sync_records import BlameRecord
 from asyncrl.core.service_status import MemberStatus
 from asyncrl.core.states import RunState
 from asyncrl.page.rollouts import rollouts_of
 from asyncrl.page.view import view_of
 from tests.page.page_runs import make_group, make_snapshot
 from tests.statuses import filled, snapshot_of
+from weight_sync.sync_records import BlameRecord
 
 ROOT = Path(__file__).parents[2]
 FORGED = "2026-11-23 16:00:00,000 CRITICAL forged"

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from asyncrl.core.errors import WireError
-from asyncrl.core.files.sync_records import BlameRecord, LoadFailureRecord
 from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.core.staleness import PolicyVersion
@@ -21,6 +20,7 @@ from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import JOURNAL_FILE, MAX_BYTES, Journal
 from weight_sync.protocol.messages import MAX_TEXT
 from weight_sync.protocol.protocol import Coordination
+from weight_sync.sync_records import BlameRecord, LoadFailureRecord
 
 WHO = {"name": "receiver.0", "incarnation": "1"}
 

@@ -19,13 +19,6 @@ from typing import TypeVar
 import msgspec
 
 from asyncrl.core.errors import FencedError, WireError
-from asyncrl.core.files.sync_records import (
-    BlameRecord,
-    LoadFailureRecord,
-    MembersRecord,
-    Record,
-    RoundRecord,
-)
 from asyncrl.core.rpc import Request, Server
 from asyncrl.core.rpc.message import A, Answer, Message, Operation
 from asyncrl.core.rpc.operations import Operations, send_answer
@@ -49,6 +42,13 @@ from weight_sync.coordination.order_queue import KnownVersion, OrderQueue, Repor
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.protocol import messages as wire
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
+from weight_sync.sync_records import (
+    BlameRecord,
+    LoadFailureRecord,
+    MembersRecord,
+    Record,
+    RoundRecord,
+)
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The coordinator's files in the run's folder: its fencing token and the journal of its rounds.
 
 `weight_sync.token` holds the token of the newest coordinator. `weight_sync.jsonl` holds the entries of
-`asyncrl.core.files.sync_records`; those of the fences are for the next coordinator.
+`weight_sync.sync_records`; those of the fences are for the next coordinator.
 Invariants: a token is never given twice, also if the clock was set back; the journal stays under
 `MAX_BYTES`, its oldest lines go first, the fences never; who is no longer the newest coordinator writes
 nothing.
@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.core.files.durable import append_lines
-from asyncrl.core.files.sync_records import JOURNAL_FILE, Entry, FencesRecord, StartRecord, parse_entry
+from weight_sync.sync_records import JOURNAL_FILE, Entry, FencesRecord, StartRecord, parse_entry
 
 log = logging.getLogger(__name__)
 

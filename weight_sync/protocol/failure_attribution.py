@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from asyncrl.core.files.sync_records import RoundRecord
 from weight_sync.protocol.members import Member
 from weight_sync.protocol.rounds import (
     ABORTED,
@@ -23,6 +22,7 @@ from weight_sync.protocol.rounds import (
     Sender,
 )
 from weight_sync.protocol.state import PUBLISHER, CoordinationState
+from weight_sync.sync_records import RoundRecord
 
 BLAMELESS = (PUBLISHER_LOST, SUPERSEDED, LEFT)
 """Causes of a broken round for which no member is suspected."""

@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from asyncrl.core.files.sync_records import Record
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from weight_sync.protocol.members import Member, MemberState, PublisherInfo
 from weight_sync.protocol.messages import ReceiverHello, Withdraw
@@ -33,6 +32,7 @@ from weight_sync.protocol.rounds import (
 )
 from weight_sync.protocol.state import PUBLISHER, CoordinationState
 from weight_sync.protocol.swap_scheduler import SwapScheduler
+from weight_sync.sync_records import Record
 
 __all__ = ["PUBLISHER", "Coordination"]
 

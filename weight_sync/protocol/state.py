@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from asyncrl.core.files.sync_records import BlameRecord, Record
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from weight_sync.protocol.members import Member, PublisherInfo
 from weight_sync.protocol.messages import Instruction
 from weight_sync.protocol.rounds import Order, Round, Timing
+from weight_sync.sync_records import BlameRecord, Record
 
 PUBLISHER = "publisher"
 ID_BITS = 20

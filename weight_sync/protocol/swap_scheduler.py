@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.core.files.sync_records import LoadFailureRecord
 from asyncrl.core.staleness import UNLOADED
 from weight_sync.protocol.members import Member, MemberState
 from weight_sync.protocol.messages import Commit, Withdraw
 from weight_sync.protocol.state import CoordinationState
+from weight_sync.sync_records import LoadFailureRecord
 
 MAX_LOAD_FAILURES = 3
 LOAD = "load"

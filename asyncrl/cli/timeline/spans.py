@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncrl.core.files.sync_records import BlameRecord, Entry, RoundRecord, StartRecord
+from weight_sync.sync_records import BlameRecord, Entry, RoundRecord, StartRecord
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import msgspec
 
 from asyncrl.control.record.syncing import WeightsAnswer
 from asyncrl.core.errors import ConfigError, UnknownRun
-from asyncrl.core.files.sync_records import (
+from asyncrl.core.service_status import MemberStatus, RoundStatus
+from weight_sync.sync_records import (
     JOURNAL_FILE,
     BlameRecord,
     Entry,
@@ -22,7 +23,6 @@ from asyncrl.core.files.sync_records import (
     StartRecord,
     parse_entry,
 )
-from asyncrl.core.service_status import MemberStatus, RoundStatus
 
 MAX_ROUNDS, MAX_FAILURES = 10, 20
 REFUSED = "REFUSED"

@@ -15,12 +15,12 @@ from thread_launcher import ThreadLauncher
 from asyncrl.control.record.sinks import outbox as module
 from asyncrl.control.record.sinks.outbox import REOPEN_S, Outbox
 from asyncrl.control.roster import Roster
-from asyncrl.control.rows.prometheus import prometheus_text
 from asyncrl.control.rows.recorder import Recorder, training_rows
 from asyncrl.control.rows.row_files import load_rows
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.core.config.tree import Config
 from asyncrl.core.metrics import unknown_names
+from asyncrl.control.rows.prometheus import prometheus_text
 from tests.runtimes import ManualClock
 from tests.statuses import snapshot_of, told_by
 from tests.threads import RUNTIME

@@ -19,7 +19,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from asyncrl.core.files.sync_records import BlameRecord
 from tests.weight_sync.protocol.world import TIMING
 from tests.weight_sync.sides import Boss, ModelPublisher, ModelReceiver, Peer, Thread
 from weight_sync.memory import segments
@@ -27,6 +26,7 @@ from weight_sync.protocol.members import MemberState
 from weight_sync.protocol.peer import Stage
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import Order
+from weight_sync.sync_records import BlameRecord
 
 NAMES = st.sampled_from(["a", "b", "c"])
 EVERYONE = ("a", "b", "c", PUBLISHER)

@@ -14,7 +14,6 @@ import pytest
 
 from asyncrl.cli.timeline.sync_history import read_entries
 from asyncrl.core.errors import FencedError
-from asyncrl.core.files.sync_records import BlameRecord, StartRecord
 from asyncrl.core.rpc import Client, Request, Server
 from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.threads import in_thread
@@ -35,6 +34,7 @@ from weight_sync.protocol.messages import Commit, Instruction, Pinned, Unpinned
 from weight_sync.protocol.peer import CoordinatorEpoch, EpochCheck, Pin, RoundTracker, Stage
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
+from weight_sync.sync_records import BlameRecord, StartRecord
 
 TIMING = Timing(deadline_s=2.0, offer_s=0.5, settle_s=0.25, silence_s=0.6, dead_s=6.0)
 WAIT_S = 60.0
