@@ -15,7 +15,7 @@ from asyncrl.control.rows.recorder import Recorder
 from asyncrl.control.snapshot import values_of
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.core.service import ServiceContext
-from asyncrl.page.routes import page_routes
+from asyncrl.page.http.routes import page_routes
 
 
 def build(context: ServiceContext) -> Supervisor:

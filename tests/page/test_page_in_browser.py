@@ -15,7 +15,7 @@ from page_runs import EVIL, make_config, make_snapshot, write_groups, write_rows
 from asyncrl.control.api.access import page_url
 from asyncrl.control.api.server import ControlApi
 from asyncrl.control.snapshot import Snapshot
-from asyncrl.page.routes import page_routes
+from asyncrl.page.http.routes import page_routes
 from tests.statuses import snapshot_of
 
 EXECUTABLE = find_browser()

@@ -18,7 +18,7 @@ from asyncrl.control.api.access import page_token, page_url
 from asyncrl.control.api.server import MAX_CONNECTIONS, MAX_STREAMS, ControlApi, Route
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.snapshot import values_of
-from asyncrl.page.routes import page_routes
+from asyncrl.page.http.routes import page_routes
 from tests.statuses import snapshot_of
 from tests.waiting import wait_for
 

@@ -20,7 +20,7 @@ from asyncrl.control.rows.row_files import load_rows
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.core.config.tree import Config
 from asyncrl.core.metrics import unknown_names
-from asyncrl.control.rows.prometheus import prometheus_text
+from asyncrl.page.http.prometheus import prometheus_text
 from tests.runtimes import ManualClock
 from tests.statuses import snapshot_of, told_by
 from tests.threads import RUNTIME

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.core.metrics import METRICS, find
-from asyncrl.control.rows.prometheus import CONTENT_TYPE, health_answer, prometheus_name, prometheus_text
+from asyncrl.page.http.prometheus import CONTENT_TYPE, health_answer, prometheus_name, prometheus_text
 from tests.statuses import snapshot_of
 
 ROOT = Path(__file__).parents[3]

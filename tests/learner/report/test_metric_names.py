@@ -18,7 +18,7 @@ from asyncrl.core.metrics import METRICS, find, unknown_names
 from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 from asyncrl.core.metrics.tallies import conclude
 from asyncrl.core.service_status import FinishedEvaluation
-from asyncrl.control.rows.prometheus import prometheus_name, prometheus_text
+from asyncrl.page.http.prometheus import prometheus_name, prometheus_text
 from learner.backend import Models
 from learner.megatron.backend import MegatronValueBackend
 from learner.report import Stopwatch, make_efficiency

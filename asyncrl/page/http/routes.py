@@ -14,7 +14,7 @@ from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.config.tree import Config
 from asyncrl.page.feed import Feed
-from asyncrl.control.rows.prometheus import CONTENT_TYPE, health_answer, prometheus_text
+from asyncrl.page.http.prometheus import CONTENT_TYPE, health_answer, prometheus_text
 from asyncrl.page.reading import RowTail
 from asyncrl.page.rollouts import decoder_of
 
@@ -68,6 +68,6 @@ def _health(snapshot: Snapshot) -> Text:
 
 
 def _asset(name: str, content_type: str) -> Route:
-    body = files(__package__).joinpath(name).read_bytes()
+    body = files("asyncrl.page").joinpath(name).read_bytes()
     text = Text(content_type, body, {"Content-Security-Policy": POLICY})
     return lambda _: text
