@@ -11,7 +11,7 @@ from learner.algorithms.diagnostics.moments import explained_variance, value_mom
 from learner.algorithms.rows import masked, masked_mean, whiten
 from learner.batching.balance import karmarkar_karp, measure_balance, plan_microbatches
 from learner.numerics.fused_logprob import fused_logprobs
-from rollout_service.rewards import gsm8k
+from rollout_service.rewards.rules import gsm8k
 from rollout_service.rewards.rules.competition_math import score_math
 from rollout_service.rewards.rules.dapo_math import score_math_dapo
 from rollout_service.rewards.shaping import overlong_penalty

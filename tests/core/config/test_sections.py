@@ -73,7 +73,7 @@ def test_sinks_are_names_or_names_with_arguments(read, tmp_path):
 @pytest.mark.parametrize(
     ("sinks", "said"),
     [
-        ("[wanb]", "must be one of 'wandb', 'mlflow', 'trackio' or 'swanlab'. Did you mean 'wandb'?"),
+        ("[wanb]", "must be one of 'mlflow', 'swanlab', 'trackio' or 'wandb'. Did you mean 'wandb'?"),
         ("[tensorboard]", "metrics.tensorboard: true"),
         ("[{wandb: {api_key: x}}]", "holds a secret"),
         ("[{wandb: {project: x}, mlflow: {}}]", "a list of names, or of {name: {argument: value}}"),

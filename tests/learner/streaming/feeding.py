@@ -55,7 +55,7 @@ class Feeding:
 
     async def _push_one_as(self, replica: ReplicaClient, want: int) -> None:
         if not self._has_begun:
-            await replica.retire()
+            await replica.deregister()
             await replica.describe_data(1000, "digest")
             self._has_begun = True
         version = self.run.store.ledger.state.versions.last_number

@@ -40,6 +40,7 @@ REGISTRIES = {
 KEY, PYTHON = "the key `format` of a configuration", "Python's module in an expression"
 ALLOWED: Mapping[tuple[str, str], str] = {
     ("asyncrl.cli.doctor.packages", "file"): "the scheme of a URL",
+    ("asyncrl.cli.exits", "vllm"): "a package of Python",
     ("asyncrl.core.config.load", "format"): KEY,
     ("asyncrl.core.config.rules.format", "format"): KEY,
     ("asyncrl.core.config.sections.launcher", "delta"): "the section says once what its encoding means",

@@ -28,6 +28,8 @@ OTHERWISE = {
     "learner.lr_schedule": ("config", "min_lr_ratio"),
     "launcher.curve": ("launcher", "has_curve"),
     "rollout.replicas.min": ("replicas", "start"),
+    "rollout.prefix_caching": ("settings", "caches_prefixes"),
+    "weight_sync.encoding": ("weight_sync", "uses_delta"),
     "guard.limits.*.max": ("limit", "as_written"),
     "guard.limits.*.min": ("limit", "as_written"),
     "guard.limits.*.min_share": ("limit", "as_written"),
@@ -57,7 +59,7 @@ def modules():
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).parts
-            if parts[:3] not in (("asyncrl", "core", "config"), ("asyncrl", "control", "plan")):
+            if parts[:3] not in (("asyncrl", "core", "config"), ("asyncrl", "planner", "plan")):
                 yield path
 
 
