@@ -41,7 +41,8 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
     """
     keep_freed_memory()
     config = context.config
-    device = claim_device(config.learner.gpus, context.rank)
+    learner = config.learner
+    device = claim_device(learner.gpus, context.rank, is_deterministic=learner.deterministic)
     if device.type == "cpu":
         torch.set_num_threads(1)
     objective = make_objective(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.core.config.sections.learner import DETERMINISTIC
 from asyncrl.core.config.tree import Config, LearnerSection, RolloutSection
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.variants import backend_facts
@@ -138,7 +139,9 @@ class Roster:
         found["OMP_NUM_THREADS"] = str(max(1, int(section.cpus)))
         if kind != "learner":
             return found
-        return {**found, **LEARNER_ON_GPU, **backend_facts(self.config.learner.backend).gpu_environment}
+        learner = self.config.learner
+        found |= {**LEARNER_ON_GPU, **backend_facts(learner.backend).gpu_environment}
+        return {**found, **(DETERMINISTIC if learner.deterministic else {})}
 
     def _keys_of(self, name: str) -> RunKeys | None:
         if self.keys is None:

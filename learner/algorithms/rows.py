@@ -89,6 +89,13 @@ def masked_min(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return -masked_max(-x, mask)
 
 
+def running_sum(x_N: torch.Tensor) -> torch.Tensor:
+    """Return the sums up to each position; on a GPU that is to repeat its results, the host adds."""
+    if x_N.device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
+        return x_N.cpu().cumsum(0).to(x_N.device)
+    return x_N.cumsum(0)
+
+
 def whiten(
     x: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True, over_ranks: Sum = lambda totals: totals
 ) -> torch.Tensor:

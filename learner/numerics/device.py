@@ -10,6 +10,7 @@ import os
 import torch
 
 from asyncrl.core.config.gpus import memory_share
+from asyncrl.core.config.sections.learner import DETERMINISTIC
 from asyncrl.core.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -17,11 +18,18 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """Of torch.distributed, between ranks on a type of device."""
 
 
-def claim_device(gpus: float, rank: int) -> torch.device:
+def claim_device(gpus: float, rank: int, *, is_deterministic: bool = False) -> torch.device:
     """Return `choose_device`; without a GPU hide all of them from this process, and from libraries in it.
 
     To be called before the backends are imported: Megatron-core binds functions for what it finds.
+
+    Args:
+        is_deterministic: Every operation of this process repeats its result, or raises RuntimeError.
     """
+    if is_deterministic:
+        os.environ.update(DETERMINISTIC if gpus else {})  # a replay's ranks are started without it
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if not gpus and not torch.cuda.is_initialized():
         os.environ[VISIBLE] = ""
     return choose_device(gpus, rank)

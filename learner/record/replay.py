@@ -172,7 +172,8 @@ def replay(
     Returns:
         The same comparison on every rank.
     """
-    device = claim_device(config.learner.gpus, placement.rank)
+    learner = config.learner
+    device = claim_device(learner.gpus, placement.rank, is_deterministic=learner.deterministic)
     if device.type == "cpu":
         torch.set_num_threads(1)
     objective = make_objective(

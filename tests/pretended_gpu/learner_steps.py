@@ -5,6 +5,7 @@ python -m tests.pretended_gpu.learner_steps MODEL OUTPUT DTYPE...
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.core.config.sections.learner import DETERMINISTIC
 from weight_sync.memory.manifest import TensorSpec, plan
 from weight_sync.memory.parts import Part, PartWriter
 from weight_sync.memory.writer import WriteTimes
@@ -52,6 +54,7 @@ def run(model: Path, dtype: str, folder: Path, gpus: int) -> dict[str, Any]:
     found["exported"] = {name: tensor.detach().cpu().clone() for name, tensor in backend.named_tensors()}
     found["published"] = publish(backend.named_parts())
     found["device"] = str(next(backend._chunks[0].parameters()).device)
+    found["is deterministic"] = torch.are_deterministic_algorithms_enabled()
     backend.close()
     return found
 
@@ -68,11 +71,14 @@ def publish(parts: Sequence[Part]) -> dict[str, Any]:
 
 def main() -> None:
     model, output, *dtypes = sys.argv[1:]
+    from learner.numerics.device import claim_device
     from tests.pretended_gpu import cuda
     from tests.pretended_gpu.tensors import PretendedGpu
 
     cuda.install()
+    os.environ.update(DETERMINISTIC)
     for dtype in dtypes:
+        claim_device(1, 0, is_deterministic=dtype == "bfloat16")
         cuda.VARLEN_CALLS.clear()
         with PretendedGpu():
             found = run(Path(model), dtype, Path(output) / dtype, 1)

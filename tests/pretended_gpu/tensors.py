@@ -1,12 +1,14 @@
 """Tensors of a pretended GPU: they say that they are on `cuda:0` and hold their values on the CPU.
 
-As on a GPU, an operation that mixes them with a tensor of the CPU raises, and each place where the host waits
-for the device is counted by line. Invariant: values are those of the same operations on the CPU.
+As on a GPU, an operation that mixes them with a tensor of the CPU raises, and so does, under deterministic
+algorithms, one that has none; each place where the host waits for the device is counted by line. Invariant:
+values are those of the same operations on the CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +41,17 @@ _READS = (
 """Operations whose result, or its shape, the host needs."""
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 """They take index tensors of the CPU, and wait for them to be copied."""
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+"""Of cuBLAS, which repeats its results with a workspace of fixed size alone."""
+_UNREPEATABLE: Mapping[str, Callable[..., bool]] = {
+    "aten::cumsum": lambda x, *_, **__: x.is_floating_point(),
+    "aten::cumsum_": lambda x, *_, **__: x.is_floating_point(),
+    "aten::bincount": lambda x, weights=None, *_: weights is not None,
+    "aten::kthvalue": lambda *_, **__: True,
+    "aten::histc": lambda *_, **__: True,
+    "aten::put_": lambda *_, **__: True,
+}
+"""Operations without a deterministic kernel on GPUs, and when: `torch.use_deterministic_algorithms`."""
 _LISTS = ("aten::_foreach", "aten::_fused_adam")
 _pinned: dict[int, torch.Tensor] = {}
 
@@ -173,6 +186,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not (is_on_gpu or to_gpu_is_asked):
         return _run_on_cpu(func, args, kwargs)
     _check_devices(name, leaves, is_on_gpu)
+    if is_on_gpu and torch.are_deterministic_algorithms_enabled():
+        _check_repeats(name, args, kwargs)
     _count_wait(name, args, kwargs, to_gpu_is_asked)
     if wanted is not None:
         kwargs["device"] = torch.device("cpu")
@@ -235,6 +250,13 @@ def _check_devices(name: str, leaves: Sequence[torch.Tensor], is_on_gpu: bool) -
     strangers = [tuple(leaf.shape) for leaf in on_cpu if leaf.dim() or not takes_numbers]
     if strangers:
         raise MixedDevices(f"{name} has tensors of the GPU and, of the CPU, those of shapes {strangers}")
+
+
+def _check_repeats(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _UNREPEATABLE.get(name, lambda *_, **__: False)(*args, **kwargs):
+        raise RuntimeError(f"{name} does not have a deterministic implementation")
+    if name in _PRODUCTS and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        raise RuntimeError("CuBLAS is not deterministic without CUBLAS_WORKSPACE_CONFIG")
 
 
 def _count_wait(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], to_gpu_is_asked: bool) -> None:

@@ -50,6 +50,11 @@ def test_attention_in_16_bit_is_the_kernel_s_for_variable_lengths(found: dict[st
     assert (found["varlen calls"] > 0) == (found["tolerance"] == TOLERANCE["bfloat16"])
 
 
+def test_deterministic_algorithms_are_there_for_all_that_a_rank_computes(found: dict[str, Any]) -> None:
+    """The process in bfloat16 was told to use no others, which raise."""
+    assert found["is deterministic"] == (found["tolerance"] == TOLERANCE["bfloat16"])
+
+
 def test_log_probs_are_those_of_the_cpu(found: dict[str, Any]) -> None:
     for ours, wanted in zip(found["logprobs"], found["cpu"]["logprobs"], strict=True):
         torch.testing.assert_close(ours, wanted, atol=found["tolerance"], rtol=0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from learner.algorithms.losses.terms import LossInput, TokenLoss
-from learner.algorithms.rows import EPSILON, clamp_log_ratio, masked
+from learner.algorithms.rows import EPSILON, clamp_log_ratio, masked, running_sum
 
 
 def vanilla(x: LossInput) -> TokenLoss:
@@ -106,7 +106,7 @@ def keep_second_moment(log_ratio_N: torch.Tensor, mask_N: torch.Tensor, budget: 
     square_N = masked(log_ratio_N.detach().square(), mask_N)
     index = (mask_N != 0).nonzero()[:, 0]
     order = index[square_N[index].argsort(stable=True)]
-    mean = square_N[order].cumsum(0) / torch.arange(1, len(order) + 1, device=order.device)
+    mean = running_sum(square_N[order]) / torch.arange(1, len(order) + 1, device=order.device)
     is_kept = mean < budget
     is_kept[:1] = True
     kept_N = torch.zeros_like(mask_N)

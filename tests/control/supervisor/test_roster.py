@@ -196,3 +196,21 @@ def test_a_learner_on_a_gpu_has_the_environment_of_its_backend(backend: str, con
     environment = replace(make_roster(), config=config).spec("learner.0").environment
     assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_libraries_of_a_learner_on_a_gpu_repeat_their_results_where_that_is_asked_for(
+    gpus: int, is_deterministic: bool
+) -> None:
+    """Before the process imports anything: they read it once."""
+    config = Config(
+        **SECTIONS, learner={"gpus": gpus, "deterministic": is_deterministic}, rollout={"gpus": 1}
+    )
+    roster = replace(make_roster(), config=config)
+    variables = roster.spec("learner.0").variables
+    wanted = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"} if gpus and is_deterministic else {}
+    assert {
+        name: variables[name] for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO") if name in variables
+    } == wanted
+    assert not {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"} & roster.spec("rollout.0").variables.keys()

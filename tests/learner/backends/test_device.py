@@ -11,13 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.core.config.sections.learner import DETERMINISTIC
+from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.service import ServiceContext
+from learner.composition import build
 from learner.fsdp2.groups import join_group
 from learner.megatron import cpu_adaptor
 from learner.megatron.groups import join_groups
 from learner.megatron.model.architecture import Parallelism
 from learner.numerics import device as devices
 from learner.numerics.device import VISIBLE, choose_device, claim_device
+from learner.record.plan import Plan
+from learner.record.replay import replay
 from tests.learner.parts.samples import save_model
 from tests.learner.parts.training import Placement, open_backend
 
@@ -43,6 +49,51 @@ def test_a_rank_without_a_gpu_computes_on_the_cpu_and_hides_those_that_the_machi
 def test_ranks_with_gpus_take_them_in_turn_and_hide_none(gpus: list[torch.device]) -> None:
     assert [claim_device(1, rank) for rank in (0, 1, 2)] == gpus
     assert [device.index for device in gpus] == [0, 1, 0] and os.environ[VISIBLE] == "0,1"
+
+
+class Stop(Exception):
+    """Raised where models would be opened."""
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("process", ["service", "replay"])
+def test_a_rank_and_its_replay_use_deterministic_algorithms_where_that_is_asked_for(
+    tmp_path: Path, process: str, is_deterministic: bool
+) -> None:
+    needed = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}
+    config = Config.model_validate({**needed, "learner": {"deterministic": is_deterministic}})
+    found: list[bool] = []
+
+    def open_models(*_: object) -> Any:
+        found.append(torch.are_deterministic_algorithms_enabled())
+        raise Stop
+
+    context, plan = ServiceContext(config, "learner.0", tmp_path, "id"), Plan(tmp_path, 0, 0, 1, False)
+    run = {
+        "service": lambda: build(context, open_models),
+        "replay": lambda: replay(plan, config, Placement(), make_models=open_models),
+    }[process]
+    try:
+        with pytest.raises(Stop):
+            run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == [is_deterministic]
+
+
+def test_libraries_of_a_deterministic_rank_repeat_their_results_on_a_gpu(
+    gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no roster has set its environment, as in a replay."""
+    for name in DETERMINISTIC:
+        monkeypatch.setenv(name, "")
+    claim_device(1, 0)
+    assert {os.environ[name] for name in DETERMINISTIC} == {""}
+    try:
+        claim_device(1, 0, is_deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {name: os.environ[name] for name in DETERMINISTIC} == DETERMINISTIC
 
 
 def test_a_gpu_that_is_not_there_is_a_config_error_and_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,14 @@ def check_schedule(schedule: str) -> str:
     return schedule
 
 
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+"""Environment of a rank on a GPU under `learner.deterministic`: of cuBLAS, NCCL and TransformerEngine."""
+
+
 class LearnerSection(Section):
     """The learner. Three sizes of a batch, from the outside in:
 
@@ -138,6 +146,8 @@ class LearnerSection(Section):
     """Whether the optimizer's state is in host memory; with fsdp2 the weights too."""
     compile: bool = False
     """Whether each layer is compiled with torch.compile; fsdp2 only."""
+    deterministic: bool = False
+    """Whether a GPU repeats a step bit for bit, by slower kernels; a CPU always does."""
     steps: Count = 200
     """[steps] Number of steps of the run."""
 

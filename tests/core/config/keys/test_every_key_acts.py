@@ -35,8 +35,6 @@ OTHERWISE = {
     "guard.limits.*.min_share": ("limit", "as_written"),
     "guard.limits.*.max_times": ("limit", "as_written"),
     "guard.limits.*.over_steps": ("limit", "over_steps"),
-    # resolved by asyncrl.core.config.prefix_caching
-    "rollout.prefix_caching": ("settings", "caches_prefixes"),
     # items of a list, under the name of an item
     "data.train.*.path": ("source", "path"),
     "data.train.*.weight": ("source", "weight"),

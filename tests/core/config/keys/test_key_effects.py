@@ -143,7 +143,7 @@ def services(config: Config, folder: Path) -> Any:
     roster = Roster(config, folder, "id", folder, "rendezvous", 20_000)
     names = ["buffer.0", "rollout.0", *(f"learner.{rank}" for rank in range(roster.num_learner_ranks))]
     specs = [roster.spec(name) for name in names]
-    return [(one.cpus, one.gpus, one.context.bind, one.context.world_size) for one in specs]
+    return [(one.cpus, one.gpus, one.context.bind, one.context.world_size, one.environment) for one in specs]
 
 
 def fleet(config: Config, folder: Path) -> Any:
@@ -326,6 +326,7 @@ EFFECTS: tuple[tuple[str, Look, Any, Changes], ...] = (
     ("learner.warmup_steps", rates, 20, {}),
     ("learner.recompute", plan, "full", {}),
     ("learner.offload", plan, True, GPUS),
+    ("learner.deterministic", services, True, GPUS),
     ("learner.steps", rates, 100, {"learner.lr_schedule": "cosine"}),
     ("weight_sync.backend", plan, "gloo", GPUS),
     ("weight_sync.parallelism", sync, 3, {}),
