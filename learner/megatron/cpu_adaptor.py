@@ -72,7 +72,6 @@ def install() -> None:
         for module in unadapted:
             module.__dict__["torch"] = stand_in
         _rebind_rng()
-        _rebind_gradient_accumulation()
 
 
 @contextlib.contextmanager
@@ -149,23 +148,3 @@ def _rebind_rng() -> None:
     logging.getLogger(_RNG_LOGGER).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
-
-
-def _rebind_gradient_accumulation() -> None:
-    """Megatron adds a weight's gradient to its buffer while it multiplies, by a function of Apex for CUDA.
-
-    Otherwise every gradient is a fresh tensor, whose pages cost a CPU more than the addition.
-    """
-    layers = vars(importlib.import_module("megatron.core.tensor_parallel.layers"))
-    layers["fused_weight_gradient_mlp_cuda"] = types.SimpleNamespace(
-        wgrad_gemm_accum_fp32=_add_weight_gradient
-    )
-    layers["_grad_accum_fusion_available"] = True
-
-
-def _add_weight_gradient(inputs_NI: torch.Tensor, gradient_NO: torch.Tensor, total_OI: torch.Tensor) -> None:
-    """Add gradient.T @ inputs to the float32 `total_OI`; N positions, I columns in, O out."""
-    if inputs_NI.dtype is torch.float32:
-        total_OI.addmm_(gradient_NO.T, inputs_NI)
-    else:
-        total_OI.add_(gradient_NO.T @ inputs_NI)

@@ -40,6 +40,9 @@ def run(model: Path, dtype: str, folder: Path, gpus: int) -> dict[str, Any]:
     found["microbatches"] = len(minibatch.balance_microbatches(MAX_TOKENS))
     metrics = backend.accumulate([minibatch], objective.loss, is_last=True)
     found["waits of gradients"] = dict(WAITS)
+    found["added while multiplied"] = [
+        name for name, one in backend._chunks[0].named_parameters() if one.grad_added_to_main_grad
+    ]
     backend.apply([minibatch], metrics, 1.0)
     WAITS.update(before)
     found["waits of a step"] = dict(WAITS)

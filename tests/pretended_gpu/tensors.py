@@ -295,6 +295,12 @@ def _multiply(
     return torch.mm(left.to(dtype), right.to(dtype), **out)
 
 
+def _add_product(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, *, out: torch.Tensor
+) -> torch.Tensor:
+    return torch.addmm(total, left.to(dtype), right.to(dtype), out=out)
+
+
 def _normalise(
     x: torch.Tensor, _: object, weight: torch.Tensor, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -314,6 +320,7 @@ def _normalise_back(
 _OF_GPUS: dict[str, Callable[..., Any]] = {
     "aten._fused_rms_norm.default": _normalise,
     "aten._fused_rms_norm_backward.default": _normalise_back,
+    "aten.addmm.dtype_out": _add_product,
     "aten.mm.dtype": _multiply,
     "aten.mm.dtype_out": _multiply,
 }

@@ -55,6 +55,12 @@ def test_deterministic_algorithms_are_there_for_all_that_a_rank_computes(found: 
     assert found["is deterministic"] == (found["tolerance"] == TOLERANCE["bfloat16"])
 
 
+def test_gradients_of_matrices_are_added_in_float32_while_they_are_multiplied(found: dict[str, Any]) -> None:
+    matrices = {name.rpartition("layers.")[2] for name in found["added while multiplied"]}
+    wanted = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+    assert matrices == {f"{layer}.{name}.weight" for layer in (0, 1) for name in wanted}
+
+
 def test_log_probs_are_those_of_the_cpu(found: dict[str, Any]) -> None:
     for ours, wanted in zip(found["logprobs"], found["cpu"]["logprobs"], strict=True):
         torch.testing.assert_close(ours, wanted, atol=found["tolerance"], rtol=0.0)

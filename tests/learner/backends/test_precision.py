@@ -1,5 +1,7 @@
 """The loss scale: alone, and under both backends; float16 itself, slow as it is on a CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -69,6 +71,29 @@ def test_a_scaled_loss_gives_the_same_bits(model, name):
         backend.close()
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[0][1][tensor], found[1][1][tensor]) for tensor in found[0][1])
+
+
+NUM_SMALL = 32
+
+
+@pytest.mark.parametrize("name", OPENERS)
+def test_gradients_of_many_microbatches_in_bfloat16_are_added_in_float32(model, name):
+    """32 times the 512th part of a gradient would each be lost beside it in bfloat16, which has 8 bits."""
+    (row,) = make_groups(1, 1)
+    batch = build_batch([replace(row, trajectories=row.trajectories * (1 + NUM_SMALL))], 0, {1: 0})
+    num_tokens, norms = row.num_tokens, []
+    for small in (0.0, 2.0**-9):
+        backend, weights = OPENERS[name](model, dtype="bfloat16", max_tokens_per_microbatch=num_tokens), []
+
+        def loss(logprobs_N, entropy_N, microbatch, weights=weights, small=small):
+            weights.append(small if weights else 1.0)
+            return logprobs_N.sum() * weights[-1], {"actor/pg_loss": logprobs_N.detach().sum()}
+
+        metrics = backend.accumulate([batch], loss, is_last=True)
+        norms.append(backend.apply([batch], metrics, 1.0)["actor/grad_norm"])
+        backend.close()
+        assert len(weights) == 1 + NUM_SMALL
+    assert norms[1] / norms[0] == pytest.approx(1 + NUM_SMALL * 2.0**-9, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", OPENERS)
