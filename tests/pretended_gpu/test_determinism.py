@@ -10,6 +10,7 @@ import torch
 from asyncrl.core.variants import losses
 from learner.algorithms.losses.clipped import keep_second_moment
 from learner.batching.batch import build_batch
+from learner.numerics.compiled import CompiledOnGpu
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_objective
 from tests.pretended_gpu.tensors import GPU, PretendedGpu, to_gpu
@@ -70,3 +71,25 @@ def test_the_running_sum_of_m2po_is_the_one_of_the_cpu(deterministic: None) -> N
     kept_N = keep_second_moment(to_gpu(ratio_N), to_gpu(mask_N), 0.5)
     assert kept_N.device == GPU
     assert torch.equal(kept_N.cpu(), keep_second_moment(ratio_N, mask_N, 0.5)) and 0 < kept_N.sum() < 33
+
+
+def test_a_kernel_is_compiled_on_a_gpu_alone_and_not_where_results_must_repeat(
+    deterministic: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def formula(x: torch.Tensor) -> torch.Tensor:
+        ran.append("formula")
+        return x + x
+
+    def eager(x: torch.Tensor) -> torch.Tensor:
+        ran.append("eager")
+        return x * 2
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    double = CompiledOnGpu(formula, eager)
+    for is_deterministic in (True, False):
+        torch.use_deterministic_algorithms(is_deterministic)
+        for x in (torch.ones(2), to_gpu(torch.ones(2))):
+            assert double(x).cpu().tolist() == [2.0, 2.0]
+    assert ran == ["eager", "eager", "eager", "formula"]

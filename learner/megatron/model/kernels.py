@@ -1,9 +1,9 @@
-"""Elementwise parts of a layer as single autograd functions.
+"""Elementwise parts of a layer: on GPUs compiled formulas, elsewhere single autograd functions.
 
-Written out, autograd would keep and copy more: halves that are cut apart in the forward pass are joined
-by a copy in the backward pass, and each step's result is a fresh tensor, whose pages cost a CPU more
-than the arithmetic. Owns no parameters. Invariant: values and gradients are those of the plain formula,
-up to rounding.
+Written out and not compiled, autograd would keep and copy more: halves that are cut apart in the forward
+pass are joined by a copy in the backward pass, and each step's result is a fresh tensor, whose pages cost a
+CPU more than the arithmetic. Owns no parameters. Invariant: values and gradients are those of the plain
+formula, up to rounding.
 
 Shapes: N positions, h heads, D head size, C half of it, F columns of gate and of up.
 """
@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from learner.numerics.autograd import SavedTensors
+from learner.numerics.compiled import CompiledOnGpu
 
 
 class GatedSilu(torch.autograd.Function):
@@ -66,3 +67,34 @@ def _turn(x_NhD: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor, dir
     torch.mul(first, cos_N1C, out=to_first).addcmul_(second, sin_N1C, value=-direction)
     torch.mul(second, cos_N1C, out=to_second).addcmul_(first, sin_N1C, value=direction)
     return turned_NhD
+
+
+def _normalise(x_NH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise in float32, cast, then multiply: the order of Hugging Face and vLLM."""
+    normal_NH = x_NH.float()
+    normal_NH = normal_NH * torch.rsqrt(normal_NH.square().mean(-1, keepdim=True) + eps)
+    return weight_H * normal_NH.to(x_NH.dtype)
+
+
+def _normalise_eagerly(x_NH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    if x_NH.dtype is torch.float32:  # one kernel, bit-equal to the formula
+        return functional.rms_norm(x_NH, weight_H.shape, weight_H, eps)
+    return _normalise(x_NH, weight_H, eps)
+
+
+def _gate(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def _rotate(x_NhD: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
+    first, second = x_NhD.chunk(2, -1)
+    return torch.cat([first * cos_N1C - second * sin_N1C, second * cos_N1C + first * sin_N1C], -1)
+
+
+normalise = CompiledOnGpu(_normalise, _normalise_eagerly)
+"""Root-mean-square norm of rows [N, H]: (x, weight [H], eps) -> [N, H]."""
+gated_silu = CompiledOnGpu(_gate, GatedSilu.apply)
+"""As `GatedSilu`."""
+rotate = CompiledOnGpu(_rotate, Rotate.apply)
+"""As `Rotate`."""

@@ -20,18 +20,14 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from torch.nn import functional
 
-from learner.megatron.model.kernels import GatedSilu, Rotate
+from learner.megatron.model.kernels import gated_silu, normalise, rotate
 from learner.megatron.model.movement import GatherKeys
 from learner.megatron.model.packing import PackedRows
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm, whose weight gradient is reduced under sequence parallelism.
-
-    Normalises in float32, casts, then multiplies: the order of Hugging Face and vLLM.
-    """
+    """Root-mean-square norm, whose weight gradient is reduced under sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
@@ -40,11 +36,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype is torch.float32:  # one kernel, bit-equal to the lines below
-            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        normal = x.float()
-        normal = normal * torch.rsqrt(normal.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normal.to(x.dtype)
+        return normalise(x.flatten(0, -2), self.weight, self.eps).view(x.shape)
 
 
 class SwiGLU(torch.nn.Module):
@@ -56,8 +48,7 @@ class SwiGLU(torch.nn.Module):
         assert config.activation_func_clamp_value is None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gated: torch.Tensor = GatedSilu.apply(x)
-        return gated
+        return gated_silu(x)
 
 
 class RowRotary(torch.nn.Module):
@@ -124,7 +115,7 @@ class RowAttention(MegatronModule):
         assert attention_bias is None, "rows are causal and nothing else"
         rows = packed_seq_params
         assert rows.attention is not None, "the rows were not made by describe_rows"
-        query, key = (Rotate.apply(x.squeeze(1), rows.cos_N1C, rows.sin_N1C) for x in (query, key))
+        query, key = (rotate(x.squeeze(1), rows.cos_N1C, rows.sin_N1C) for x in (query, key))
         value = value.squeeze(1)
         if self.cp_group.size() > 1:
             joined = GatherKeys.apply(torch.cat([key.flatten(1), value.flatten(1)], 1), self.cp_group)

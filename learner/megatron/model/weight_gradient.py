@@ -1,8 +1,8 @@
 """Weight gradients of Megatron's matrices, added to their float32 buffers while they are multiplied.
 
-Megatron has it by a function of Apex for CUDA. Without it every gradient is a fresh tensor in the model's number
-format: a GPU writes and reads it once more and rounds it before it is added, and its pages cost a CPU more
-than the addition.
+Megatron has it by a function of Apex for CUDA. Without it every gradient is a fresh tensor in the model's
+number format: a GPU writes and reads it once more and rounds it before it is added, and its pages cost a CPU
+more than the addition.
 
 Shapes: N positions, I columns in, O out.
 """

@@ -1,13 +1,22 @@
 """The written-out elementwise functions against the plain formulas, and what one rank leaves out."""
 
 import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
+import torch._dynamo
 from torch.nn import functional
 
 from learner.batching.batch import build_batch
+from learner.megatron.model import kernels
 from learner.megatron.model.kernels import GatedSilu, Rotate
+from learner.numerics import compiled
+from tests.learner.batching.compiled_kernels import LENGTHS, compare
 from tests.learner.parts.samples import make_groups, save_model
 from tests.learner.parts.training import open_backend
 
@@ -47,6 +56,34 @@ def test_a_rotation_is_that_of_hugging_face_and_its_gradient_turns_back(is_conti
     found = differentiate(lambda x: Rotate.apply(x, angles.cos(), angles.sin()), x)
     for ours, plain in zip(found, differentiate(lambda x: by_rotated_halves(x, angles), x), strict=True):
         torch.testing.assert_close(ours, plain)
+
+
+ROUNDING = {"float32": 1e-6, "bfloat16": 2.0**-7}
+"""Largest error beside the eager form, of the largest value: two roundings of the last place."""
+
+
+def test_a_compiled_kernel_gives_what_the_eager_one_does_and_is_made_once_for_all_lengths(monkeypatch):
+    """A length of one position takes a graph of its own, so does a norm of heads beside that of layers."""
+    monkeypatch.setattr(compiled, "COMPILER", {**compiled.COMPILER, "options": None, "backend": "eager"})
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    with torch._dynamo.config.patch(disable=False):
+        errors, graphs = compare(torch.float32, LENGTHS[:6])
+    assert max(errors.values()) <= ROUNDING["float32"], errors
+    assert graphs == {"normalise": 3, "rotate": 2, "gated_silu": 2}
+    assert all(getattr(kernels, kernel)._compiled is not None for kernel in graphs)
+
+
+@pytest.mark.long  # 90 s of a C++ compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_what_inductor_makes_of_the_kernels_rounds_as_they_do():
+    command = [sys.executable, "-m", "tests.learner.batching.compiled_kernels"]
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for dtype, (errors, graphs) in found.items():
+        assert max(errors.values()) <= ROUNDING[dtype], errors
+        assert graphs == {"normalise": 3, "rotate": 2, "gated_silu": 2}
 
 
 def test_one_rank_sends_neither_gradients_nor_weights_to_itself(tmp_path, monkeypatch):
