@@ -23,10 +23,12 @@ _QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
 _GATE_UP = "mlp.linear_fc1.weight"
 _DIRECT_IN_LAYER = {
     "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",  # of TransformerEngine
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",  # of TransformerEngine
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
 _DIRECT = {

@@ -36,7 +36,7 @@ from weight_sync.memory.parts import Part
 cpu_adaptor.install()  # before anything of Megatron is bound below
 
 from learner.megatron import convert, groups  # noqa: E402
-from learner.megatron.model import architecture, heads, weight_gradient  # noqa: E402
+from learner.megatron.model import architecture, heads, te_layers, weight_gradient  # noqa: E402
 from learner.megatron.optimizer import Updates  # noqa: E402
 from learner.megatron.rows import ExportedParts  # noqa: E402
 from learner.megatron.schedule import ColumnsLoss, Schedule  # noqa: E402
@@ -81,8 +81,10 @@ class Engine:
         self._gate: StepGate | None = None
         self._make_room: MakeRoom | None = None
         try:
+            place = (self._dtype, self._groups.device)
+            kernels = te_layers.choose(config, *place, self._architecture.head_size)
             self._transformer = architecture.make_transformer_config(
-                self._architecture, self._parallelism, self._dtype, self._groups.device
+                self._architecture, self._parallelism, *place, kernels
             )
             self._chunks = self._load_chunks()
             vocab_size = self._architecture.vocab_size

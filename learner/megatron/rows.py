@@ -68,7 +68,7 @@ def row_runs(
     full = torch.empty(shape, device="meta")
     targets = [(hf, tuple(x.shape)) for hf, x in convert.to_hugging_face(name, full, config)]
     num_rows = local_shape[0]
-    if "linear_qkv" in name:
+    if len(targets) == 3:  # q, k and v
         return tuple(_qkv_runs(targets, config, rank, size))
     if len(targets) == 2:  # gate above up, each this rank's share
         half = num_rows // 2

@@ -1,13 +1,14 @@
 """A learner rank's whole work, on the CPU or on the pretended GPU: log-probs, updates, resume, export.
 
-python -m tests.pretended_gpu.learner_steps MODEL OUTPUT DTYPE...
+python -m tests.pretended_gpu.learner_steps MODEL OUTPUT DTYPE[:KERNELS]...
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,23 @@ import numpy as np
 import torch
 
 from asyncrl.core.config.sections.learner import DETERMINISTIC
-from weight_sync.memory.manifest import TensorSpec, plan
+from weight_sync.memory.manifest import TensorSpec, align, plan
 from weight_sync.memory.parts import Part, PartWriter
 from weight_sync.memory.writer import WriteTimes
 
+ROOT = Path(__file__).parents[2]
 MAX_TOKENS = 64
 
 
-def run(model: Path, dtype: str, folder: Path, gpus: int) -> dict[str, Any]:
+def run(model: Path, dtype: str, folder: Path, gpus: int, kernels: str = "auto") -> dict[str, Any]:
     """Return what was computed, by name."""
     from learner.batching.batch import build_batch
     from tests.learner.parts.samples import make_groups
     from tests.learner.parts.training import open_backend, open_objective, prepare_step, train
     from tests.pretended_gpu.tensors import WAITS
 
-    backend = open_backend(model, dtype=dtype, gpus=gpus, max_tokens_per_microbatch=MAX_TOKENS)
+    options = {"dtype": dtype, "gpus": gpus, "kernels": kernels, "max_tokens_per_microbatch": MAX_TOKENS}
+    backend = open_backend(model, **options)
     objective = open_objective()
     found: dict[str, Any] = {"logprobs": backend.logprobs(build_batch(make_groups(), 0, {1: 0}))}
     found["metrics"] = train(backend, range(1))
@@ -51,7 +54,7 @@ def run(model: Path, dtype: str, folder: Path, gpus: int) -> dict[str, Any]:
     backend.load_state(folder / "state")
     found["rolled back"] = train(backend, range(3, 4))
     backend.close()
-    backend = open_backend(model, dtype=dtype, gpus=gpus, max_tokens_per_microbatch=MAX_TOKENS)
+    backend = open_backend(model, **options)
     backend.load_state(folder / "state")
     found["resumed"] = train(backend, range(3, 4))
     found["exported"] = {name: tensor.detach().cpu().clone() for name, tensor in backend.named_tensors()}
@@ -72,21 +75,47 @@ def publish(parts: Sequence[Part]) -> dict[str, Any]:
     return {"bytes": torch.from_numpy(bytes_B), "digests": digests}
 
 
+def run_on_gpu(folder: Path, model: Path, asked: Iterable[str]) -> None:
+    """Have a process with a pretended GPU leave in `folder` what it computes with `model`."""
+    command = [sys.executable, "-m", "tests.pretended_gpu.learner_steps", str(model), str(folder), *asked]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200.0, check=False
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def assert_is_published(found: dict[str, Any]) -> None:
+    """The bytes of the version are those of the tensors that are exported, in their order."""
+    published, at = found["published"]["bytes"], 0
+    for name, tensor in found["exported"].items():
+        wanted = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).flatten()
+        assert torch.equal(published[at : at + len(wanted)], wanted), name
+        at += align(len(wanted))
+    assert at == len(published)
+
+
 def main() -> None:
-    model, output, *dtypes = sys.argv[1:]
+    model, output, *asked = sys.argv[1:]
     from learner.numerics.device import claim_device
     from tests.pretended_gpu import cuda
+    from tests.pretended_gpu import transformer_engine_stand_in as stand_in
     from tests.pretended_gpu.tensors import PretendedGpu
 
     cuda.install()
+    if any(":te" in one for one in asked):
+        stand_in.install()
     os.environ.update(DETERMINISTIC)
-    for dtype in dtypes:
+    for one in asked:
+        dtype, _, kernels = one.partition(":")
         claim_device(1, 0, is_deterministic=dtype == "bfloat16")
-        cuda.VARLEN_CALLS.clear()
+        for record in (cuda.VARLEN_CALLS, stand_in.MADE, stand_in.CALLS):
+            record.clear()
         with PretendedGpu():
-            found = run(Path(model), dtype, Path(output) / dtype, 1)
+            found = run(Path(model), dtype, Path(output) / one, 1, kernels or "auto")
         found["varlen calls"] = cuda.VARLEN_CALLS.total()
-        torch.save(found, Path(output) / f"{dtype}.pt")
+        found["te"] = {"made": stand_in.MADE, "calls": stand_in.CALLS}
+        torch.save(found, Path(output) / f"{one}.pt")
 
 
 if __name__ == "__main__":

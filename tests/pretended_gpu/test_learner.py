@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +9,8 @@ import pytest
 import torch
 
 from tests.learner.parts.samples import save_model
-from tests.pretended_gpu.learner_steps import run
-from weight_sync.memory.manifest import align
+from tests.pretended_gpu.learner_steps import assert_is_published, run, run_on_gpu
 
-ROOT = Path(__file__).parents[2]
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
@@ -23,13 +18,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a process with a pretended GPU has left a model, and what it computed with it."""
     folder = tmp_path_factory.mktemp("gpu")
-    model = save_model(folder / "model")
-    command = [sys.executable, "-m", "tests.pretended_gpu.learner_steps", str(model), str(folder), *TOLERANCE]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200.0, check=False
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_on_gpu(folder, save_model(folder / "model"), TOLERANCE)
     return folder
 
 
@@ -93,10 +82,5 @@ def test_the_host_waits_for_no_microbatch_and_three_times_for_a_step(found: dict
 def test_a_version_is_published_as_it_is_exported(found: dict[str, Any]) -> None:
     """Through the pinned buffers, whose content is nonsense until the host has waited for it."""
     for one in (found, found["cpu"]):
-        published, at = one["published"]["bytes"], 0
         assert len(one["published"]["digests"]) > 3
-        for name, tensor in one["exported"].items():
-            wanted = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).flatten()
-            assert torch.equal(published[at : at + len(wanted)], wanted), name
-            at += align(len(wanted))
-        assert at == len(published)
+        assert_is_published(one)

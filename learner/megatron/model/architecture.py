@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -140,10 +141,16 @@ def check_parallelism(architecture: Architecture, parallelism: Parallelism) -> N
 
 
 def make_transformer_config(
-    architecture: Architecture, parallelism: Parallelism, dtype: torch.dtype, device: torch.device
+    architecture: Architecture,
+    parallelism: Parallelism,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Literal["local", "transformer_engine"] = "local",
 ) -> TransformerConfig:
-    """Return Megatron's configuration of the model."""
+    """Return Megatron's configuration of the model, whose layers are by `kernels`."""
     return TransformerConfig(
+        transformer_impl=kernels,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         num_attention_heads=architecture.num_heads,

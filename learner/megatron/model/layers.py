@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 
+from learner.megatron.model import te_layers
 from learner.megatron.model.kernels import gated_silu, normalise, rotate
 from learner.megatron.model.movement import GatherKeys
 from learner.megatron.model.packing import PackedRows
@@ -125,6 +126,17 @@ class RowAttention(MegatronModule):
 
 def make_layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return the specification of this stage's layers: Megatron's own, with the parts of this module."""
+    num_layers = get_num_layers_to_build(
+        config, vp_stage=vp_stage, pp_rank=parallel_state.get_pipeline_model_parallel_rank()
+    )
+    if config.transformer_impl == te_layers.NAME:
+        layer, norm = te_layers.make_layer(config, SwiGLU)
+    else:
+        layer, norm = _make_torch_layer(config), RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
+def _make_torch_layer(config: TransformerConfig) -> ModuleSpec:
     layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -134,7 +146,4 @@ def make_layer_spec(config: TransformerConfig, vp_stage: int | None) -> Transfor
     attention.core_attention = RowAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(
-        config, vp_stage=vp_stage, pp_rank=parallel_state.get_pipeline_model_parallel_rank()
-    )
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    return layer

@@ -146,6 +146,8 @@ class LearnerSection(Section):
     """Whether the optimizer's state is in host memory; with fsdp2 the weights too."""
     compile: bool = False
     """Whether each layer is compiled with torch.compile; fsdp2 only."""
+    kernels: Literal["auto", "torch", "te"] = "auto"
+    """Kernels of layers: torch's, or TransformerEngine's on GPUs; auto takes torch's until te is measured."""
     deterministic: bool = False
     """Whether a GPU repeats a step bit for bit, by slower kernels; a CPU always does."""
     steps: Count = 200

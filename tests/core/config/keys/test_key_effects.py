@@ -400,6 +400,10 @@ SHOWN_BY: Mapping[str, tuple[str, str]] = {
         "tests/learner/backends/fsdp2/test_fsdp2.py",
         "test_torch_compile_changes_nothing_but_the_rounding",
     ),
+    "learner.kernels": (
+        "tests/pretended_gpu/test_te_layers.py",
+        "test_layers_of_transformer_engine_are_taken_where_they_are_asked_for_and_can_run",
+    ),
     "learner.overlap": (
         "tests/learner/backends/test_parallel.py",
         "test_two_ranks_train_as_one_process_does",
