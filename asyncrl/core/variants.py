@@ -117,7 +117,6 @@ class EngineFacts:
         owned_args: Names that `rollout.engine_args` may not hold, and where to set each or why not; None
             where the engine takes no arguments. owned_args_on_cpu: More of them where it runs on the CPU.
         shares_prefixes: Whether equal prompts can share their KV cache.
-        deterministic_mode: Environment variable under which no answer depends on other requests.
     """
 
     title: str
@@ -129,7 +128,10 @@ class EngineFacts:
     owned_args: Mapping[str, str] | None = None
     owned_args_on_cpu: Mapping[str, str] = field(default_factory=dict)
     shares_prefixes: bool = False
-    deterministic_mode: str = ""
+
+    def find_deterministic_mode(self) -> str:
+        """Return the setting under which no answer depends on other requests here; empty without it."""
+        return ""
 
 
 @dataclass(frozen=True)

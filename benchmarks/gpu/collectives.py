@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as torch_processes
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.frame import make_part_parser, name_device, run_part, time_turns
 from benchmarks.harness.rows import Row
@@ -44,9 +44,10 @@ def main(arguments: Sequence[str]) -> int:
 def measure(device: str, num_ranks: int, sizes: Sequence[int]) -> list[Row]:
     """Return a row per size."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
-        torch_processes.spawn(run_rank, (device, num_ranks, sizes, Path(name)), num_ranks)
+        spawn(run_rank, (device, num_ranks, sizes, Path(name)), num_ranks)
         found: dict[str, dict[str, list[float]]] = json.loads(Path(name, "rates").read_text())
-    case = {"device": name_device() if device == "cuda" else "CPU", "ranks": num_ranks}
+    case: dict[str, str | int | float] = {"ranks": num_ranks}
+    case["device"] = name_device() if device == "cuda" else "CPU"
     return [
         Row.of("gpu.collectives", case | {"num_bytes": int(size)}, rates) for size, rates in found.items()
     ]

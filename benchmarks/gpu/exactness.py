@@ -99,7 +99,8 @@ def take_over(batch_store: BatchStore, first: Comparison) -> None:
         weights = batch_store.read_weights(compared.step + 1)
         assert weights is not None, "they were recorded as unknown"
         batch_store.write_weights(replace(weights, digest=str(found.pop(WEIGHTS))))
-        batch_store.write(replace(batch_store.read(compared.step, 0), metrics=found))
+        metrics = {name: value for name, value in found.items() if isinstance(value, float)}
+        batch_store.write(replace(batch_store.read(compared.step, 0), metrics=metrics))
 
 
 def measure_gap(work: Work) -> Row:

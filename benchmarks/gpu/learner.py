@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -76,10 +76,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def make_work(given: argparse.Namespace) -> Work:
     """Return what the command line asks for."""
-    sizes = (
-        ("tiny", "float32", 128, 2, 2) if given.quick else (given.model, "bfloat16", 8192, 4, given.updates)
-    )
-    return Work(*sizes, given.backend, given.recompute, given.offload)
+    if given.quick:
+        sizes = Work("tiny", "float32", 128, 2, 2)
+    else:
+        sizes = Work(given.model, "bfloat16", 8192, 4, given.updates)
+    return replace(sizes, backend=given.backend, recompute=given.recompute, offload=given.offload)
 
 
 def measure(work: Work) -> Iterator[Row]:

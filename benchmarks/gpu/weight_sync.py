@@ -157,8 +157,8 @@ class Segment:
             staged = self._pinned[turn][: piece.nbytes].view(piece.dtype)
             own.copy_(staged.copy_(piece), non_blocking=True)
             if self._is_on_gpu:
-                emptied[turn] = torch.cuda.Event()
-                emptied[turn].record()
+                emptied[turn] = event = torch.cuda.Event()
+                event.record()
 
     def is_exact(self) -> bool:
         """Tell whether the device got back what it gave."""

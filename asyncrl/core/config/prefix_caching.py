@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from asyncrl.core.config.tree import Config
 from asyncrl.core.variants import engine_facts
 
@@ -15,10 +13,11 @@ def choose_prefix_caching(config: Config) -> tuple[bool, str]:
         return False, f"rollout.engine {config.rollout.engine} has no KV cache"
     if asked != "auto":
         return asked, "rollout.prefix_caching says so"
+    mode = engine.find_deterministic_mode()
     exact = {
         "staleness.max_lag 0": config.staleness.max_lag == 0,
         "run.record": config.run.record,
-        engine.deterministic_mode: os.environ.get(engine.deterministic_mode, "0") != "0",
+        mode: bool(mode),
     }
     for cause in (cause for cause, is_set in exact.items() if is_set):
         return False, f"{cause}: last digits must not depend on earlier requests"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING
 
 from asyncrl.core.config.gpus import memory_share
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     from rollout_service.engine.vllm.engine import VllmSettings
 
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+
 
 class VllmVariant(EngineVariant):
     """vLLM."""
@@ -26,6 +29,9 @@ class VllmVariant(EngineVariant):
         prepare_environment(has_gpu=config.rollout.gpus > 0)
         if not config.rollout.gpus:
             start_forkserver()
+
+    def find_deterministic_mode(self) -> str:
+        return BATCH_INVARIANT if os.environ.get(BATCH_INVARIANT, "0") != "0" else ""
 
     def build(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
         from rollout_service.engine.vllm.engine import VllmEngine
@@ -113,7 +119,6 @@ VARIANT = VllmVariant(
         "enforce_eager": "there are no graphs on a CPU",
     },
     shares_prefixes=True,
-    deterministic_mode="VLLM_BATCH_INVARIANT",
     cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
 )
 """A test compares the head sizes with those that vLLM states."""
