@@ -49,3 +49,15 @@ def test_a_load_that_is_told_behind_a_later_one_is_not_believed(receiver: Receiv
     receiver.end_turn()
     status = receiver.status()
     assert status.version == 1 and status.counters["late_calls"] == 1
+
+
+def test_a_poll_that_finds_no_copy_is_answered_when_its_wait_is_over(receiver: ReceiverService) -> None:
+    poll = Asked("next_staged", incarnation="a", serving=0, wait_s=5.0)
+    receiver.handle(poll)
+    assert receiver._replica.poll_ends_at == 105.0
+    receiver.tick(104.0)
+    assert poll.answers == []
+    receiver._replica._clock.advance(5.0)  # type: ignore[attr-defined]
+    receiver.tick(105.0)
+    ((answer, _),) = poll.answers
+    assert answer["path"] == "" and receiver.wake_at() > 105.0
