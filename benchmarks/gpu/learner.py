@@ -30,6 +30,7 @@ from asyncrl.core.config.load import load_config
 from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
 from asyncrl.core.experience import Group
+from asyncrl.core.variants import backend_names
 from asyncrl.planner.plan.footprint.memory import LEARNER_GPU, count_parts
 from asyncrl.planner.plan.footprint.sizes import estimate_activations
 from benchmarks.gpu.frame import find_device, make_part_parser, measure_peak, run_part, time_call
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measure as the command line says and return the exit code."""
     parser = make_part_parser("learner", __doc__)
     parser.add_argument("--model", choices=QWEN3, default="1.7B")
-    parser.add_argument("--backend", choices=("megatron", "fsdp2"), default="megatron")
+    parser.add_argument("--backend", choices=backend_names(), default="megatron")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--offload", action="store_true", help="keep the optimizer's state on the host")
     parser.add_argument("--updates", type=int, default=6)
