@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+import xxhash
 
 from asyncrl.core.files.durable import sync_path
 from learner.checkpoint.pieces import Piece, record_file
+from learner.checkpoint.tensor_file import write_tensors
 
 KINDS = ("main", "exp_avg", "exp_avg_sq")
 """Tensors of a piece, each in float32: the parameter as the optimizer keeps it, and AdamW's two moments."""
@@ -58,24 +59,28 @@ class Snapshot:
     def num_bytes(self) -> int:
         return sum(12 * state.piece.num_elements for state in self.pieces)
 
-    def write(self, folder: Path) -> None:
-        """Write into `folder`, which is made if need be, and sync. The record comes last."""
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write into `folder`, which is made if need be, and sync; return each file's xxh3-128 digest, hex.
+
+        The record comes last.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"generator.{name}": state for name, state in self.generators.items()}
         for index, state in enumerate(self.pieces):
             shape = (state.piece.num_rows, state.piece.num_columns)
             tensors |= {piece_key(index, kind): state.values[kind].view(shape) for kind in KINDS}
         path = tensor_file(folder, self.rank)
-        save_file(tensors, path)
-        sync_path(path)
+        digests = {path.name: write_tensors(path, tensors)}
         record = {
             "layout": dict(self.layout),
             "extra": dict(self.extra),
             "pieces": [asdict(state.piece) | {"step": state.step} for state in self.pieces],
         }
         path = record_file(folder, self.rank)
-        path.write_text(json.dumps(record, sort_keys=True))
+        text = json.dumps(record, sort_keys=True).encode()
+        path.write_bytes(text)
         sync_path(path)
+        return digests | {path.name: xxhash.xxh3_128_hexdigest(text)}
 
 
 class HostCopies:

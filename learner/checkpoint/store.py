@@ -111,10 +111,25 @@ class CheckpointStore:
         """Remove what was written of a checkpoint that cannot be sealed, as far as the disk lets it."""
         shutil.rmtree(self.temporary(step), ignore_errors=True)
 
-    def seal(self, step: int, token: int, cut: Cut | None = None) -> str:
-        """Sync and rename what the ranks wrote; return the digest to commit in the journal."""
+    def seal(
+        self, step: int, token: int, cut: Cut | None = None, digests: Mapping[str, str] | None = None
+    ) -> str:
+        """Sync and rename what the ranks wrote; return the digest to commit in the journal.
+
+        Args:
+            digests: By path in the folder, of every file, from the ranks that wrote them; without them the
+                files are read to digest them.
+
+        Raises:
+            CheckpointError: The folder holds other files than `digests` names.
+        """
         folder, cut = self.temporary(step), cut or Cut()
         fault_point("checkpoint.written", step)
+        names = [str(path.relative_to(folder)) for path in _files(folder)]
+        if digests is None:
+            digests = {name: digest_file(folder / name) for name in names}
+        elif strangers := sorted(digests.keys() ^ set(names)):
+            raise CheckpointError(f"{folder} holds other files than its ranks have written: {strangers[:5]}")
         body = {
             "format": FORMAT,
             "written_by": asyncrl.__version__,
@@ -122,7 +137,7 @@ class CheckpointStore:
             "token": token,
             "version": cut.version,
             "controllers": dict(cut.controllers),
-            "files": {str(path.relative_to(folder)): digest_file(path) for path in _files(folder)},
+            "files": dict(digests),
         }
         manifest = json.dumps({"digest": _digest(body), "body": body}, sort_keys=True, indent=1)
         (folder / MANIFEST).write_text(manifest)

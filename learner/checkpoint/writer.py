@@ -4,8 +4,8 @@
   unblocked by: the last mark         produces: a sealed folder, then its commit in the journal
 Training waits for a copy to the host, and for the checkpoint before if it is still being written: at
 most `max_stall_s`, after which the new one is skipped and counted. Ranks tell rank 0 by a file that
-they are done: a thread must not call a collective. Invariant: one checkpoint is being written at a
-time, and the commit is made by the caller's thread.
+they are done, with the digests of what they wrote: a thread must not call a collective. Invariant: one
+checkpoint is being written at a time, and the commit is made by the caller's thread.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from asyncrl.core.errors import CheckpointError, DeadlineExceeded
 from asyncrl.core.runtime.faults import fault_point
@@ -31,6 +33,17 @@ MARK_AGAIN_S = 0.5
 
 CommitCall = Callable[[int, str, Sequence[int]], None]
 """(step, digest, kept steps): the journal's commit."""
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """File that a rank leaves once it is done: the reason why it could not write, or its files' digests.
+
+    Attributes:
+        digests: By path in the checkpoint's folder.
+    """
+
+    problem: str = ""
+    digests: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class BackgroundWriter:
@@ -87,30 +100,31 @@ class BackgroundWriter:
         self._thread = None
 
     def _write(self, folder: Path, snapshots: Mapping[str, Snapshot]) -> None:
-        problem = ""
+        problem, digests = "", dict[str, str]()
         try:
             for name, snapshot in snapshots.items():
-                snapshot.write(folder / name)
+                written = snapshot.write(folder / name)
+                digests |= {str(Path(name) / file): digest for file, digest in written.items()}
         except Exception as error:  # the end of a thread: rank 0 must hear of it, whatever it was
             problem = f"rank {self._rank}: {error}"
             for name in snapshots:  # half a checkpoint is room that others may wait for
                 remove_files(folder / name, self._rank)
         self.problem = problem
-        self._mark(folder, problem)
+        self._mark(folder, Mark(problem, digests))
         self.has_marked.set()
 
-    def _mark(self, folder: Path, problem: str) -> None:
+    def _mark(self, folder: Path, mark: Mark) -> None:
         """Tell rank 0 that this rank is done, as soon as the disk takes it; for so long rank 0 waits."""
-        mark = folder / f"{MARK}{self._rank:05d}"
-        draft = mark.with_name(f".{mark.name}")
+        path = folder / f"{MARK}{self._rank:05d}"
+        draft = path.with_name(f".{path.name}")
         end = self._runtime.now() + self._deadline_s
         while self._runtime.now() < end:
             try:
-                draft.write_text(problem)
-                draft.replace(mark)
+                draft.write_bytes(msgspec.json.encode(mark))
+                draft.replace(path)
                 return
             except OSError as error:
-                self.problem = problem or f"rank {self._rank}: {error}"
+                self.problem = mark.problem or f"rank {self._rank}: {error}"
             self._runtime.sleep(MARK_AGAIN_S)
 
 
@@ -237,9 +251,10 @@ class CheckpointKeeper:
             end = self._runtime.now() + WRITE_DEADLINE_S
             if self.has_marked is not None:
                 self.has_marked.wait(WRITE_DEADLINE_S)
-            await_marks(folder, self._world_size, max(0.0, end - self._runtime.now()), self._runtime)
+            left_s = max(0.0, end - self._runtime.now())
+            digests = await_marks(folder, self._world_size, left_s, self._runtime)
             num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            digest = self._store.seal(step, token, cut)
+            digest = self._store.seal(step, token, cut, digests)
         except Exception as error:  # the end of a thread: `commit_finished` raises it, whatever it was
             self._sealed = _Sealed(error=error)
         else:
@@ -256,22 +271,25 @@ def _unwritten(step: int, error: Exception) -> CheckpointError:
     )
 
 
-def await_marks(folder: Path, world_size: int, deadline_s: float, runtime: Runtime | None = None) -> None:
-    """Wait until every rank has written, and remove the marks.
+def await_marks(
+    folder: Path, world_size: int, deadline_s: float, runtime: Runtime | None = None
+) -> dict[str, str]:
+    """Wait until every rank has written, remove the marks and return the digests of all files, by path.
 
     Raises:
         CheckpointError: A rank could not write, or the deadline has passed.
     """
     runtime = runtime or ThreadRuntime()
     end, pause_s = runtime.now() + deadline_s, FIRST_LOOK_S
-    while len(marks := sorted(folder.glob(f"{MARK}*"))) < world_size:
+    while len(paths := sorted(folder.glob(f"{MARK}*"))) < world_size:
         if runtime.now() >= end:
-            missing = world_size - len(marks)
+            missing = world_size - len(paths)
             raise CheckpointError(f"{missing} of {world_size} ranks have not written in {deadline_s:g} s")
         runtime.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_LOOK_S)
-    problems = [problem for mark in marks if (problem := mark.read_text())]
-    if problems:
+    marks = [msgspec.json.decode(path.read_bytes(), type=Mark) for path in paths]
+    if problems := [mark.problem for mark in marks if mark.problem]:
         raise CheckpointError("; ".join(problems))
-    for mark in marks:
-        mark.unlink()
+    for path in paths:
+        path.unlink()
+    return {path: digest for mark in marks for path, digest in mark.digests.items()}

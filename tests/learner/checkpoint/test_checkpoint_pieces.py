@@ -1,16 +1,22 @@
 """The geometry of the checkpoint format, and reading it."""
 
 import itertools
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from asyncrl.core.errors import CheckpointError
 from learner.checkpoint.pieces import Piece, RowRun, pieces_of_range, whole
 from learner.checkpoint.reader import StateReader
 from learner.checkpoint.snapshot import KINDS, HostCopies, PieceState, Snapshot
+from learner.checkpoint.store import digest_file
+from learner.checkpoint.tensor_file import DTYPES, write_tensors
 
 SHAPE = (12, 5)
 
@@ -117,3 +123,18 @@ def test_a_copy_on_the_host_stays_as_it_was_and_its_memory_is_used_again():
     (second,) = copies.take([live])
     assert second.data_ptr() == first.data_ptr()
     assert torch.equal(second, torch.zeros(6))
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 5), max_size=3))))
+def test_a_file_of_tensors_is_what_safetensors_reads_and_its_digest_is_the_file_s(made):
+    tensors = {f"t{index}": torch.randint(0, 2, shape).to(dtype) for index, (dtype, shape) in enumerate(made)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        assert write_tensors(path, tensors, {"format": "pt"}) == digest_file(path)
+        found = load_file(path)
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)

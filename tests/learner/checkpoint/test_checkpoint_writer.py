@@ -95,7 +95,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_cut_stays(store,
     class Slow(Snapshot):
         def write(self, folder):
             assert may_write.wait(WAIT_S)
-            super().write(folder)
+            return super().write(folder)
 
     def snapshot():
         piece = PieceState(whole("w", (4,)), {kind: live.clone() for kind in KINDS}, 1.0)
@@ -123,6 +123,42 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_is_committed(store, journ
     assert store.steps() == []
 
 
+def test_rank_0_reads_no_file_that_the_ranks_have_digested_and_a_byte_that_changes_later_is_found(
+    store, journal, monkeypatch
+):
+    monkeypatch.setattr("learner.checkpoint.store.digest_file", None)
+    keeper = keep(store, journal, world_size=2)
+    folder = keeper.begin(5)
+    for rank in range(2):
+        writer = BackgroundWriter(rank)
+        writer.begin(folder, {"": lambda rank=rank: take(rank, 2), "critic": lambda rank=rank: take(rank, 2)})
+        writer.join()
+    path = folder / "critic" / "rank-00001.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # after its rank has digested it
+    keeper.seal_in_background(5, 1)
+    assert keeper.commit_finished(WAIT_S)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"critic/rank-00001\.safetensors is torn or altered"):
+        store.verify_whole(5)
+    (store.folder(5) / "critic" / path.name).write_bytes(data)
+    store.verify(Commit(1, 5, journal.commits[0][1]))
+
+
+@pytest.mark.parametrize("harm", [lambda path: path.unlink(), lambda path: path.with_suffix(".x").touch()])
+def test_a_folder_with_other_files_than_the_ranks_name_is_not_committed(store, journal, harm):
+    keeper = keep(store, journal)
+    folder = keeper.begin(5)
+    writer = BackgroundWriter(0)
+    writer.begin(folder, {"": take})
+    writer.join()
+    harm(folder / "rank-00000.json")
+    keeper.seal_in_background(5, 1)
+    with pytest.raises(CheckpointError, match=r"holds other files than its ranks have written: \['rank-"):
+        keeper.commit_finished(WAIT_S)
+    assert journal.commits == []
+
+
 def test_ranks_that_do_not_write_in_time_are_counted(tmp_path):
     (tmp_path / "written-00000").touch()
     with pytest.raises(CheckpointError, match="1 of 2 ranks have not written"):
@@ -135,7 +171,7 @@ def test_the_sealer_looks_for_no_mark_while_its_own_rank_writes(store, journal):
     class Slow(Snapshot):
         def write(self, folder):
             assert may_write.wait(WAIT_S)
-            take().write(folder)
+            return take().write(folder)
 
     class Counting(ThreadRuntime):
         num_sleeps = 0
@@ -175,6 +211,7 @@ def test_the_host_copy_of_a_rank_is_not_taken_again_before_it_is_written(tmp_pat
         def write(self, folder):
             assert may_write.wait(WAIT_S)
             events.append("written")
+            return {}
 
     def again():
         events.append("taken again")
@@ -194,6 +231,7 @@ def test_a_disk_that_hangs_is_named_and_does_not_hold_up_a_rank_for_ever(tmp_pat
     class Hanging(Snapshot):
         def write(self, folder):
             assert may_write.wait(WAIT_S)
+            return {}
 
     writer = BackgroundWriter(3, deadline_s=0.05)
     writer.begin(tmp_path, {"": lambda: Hanging(3, {}, (), {}, {})})

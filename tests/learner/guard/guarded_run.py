@@ -98,9 +98,9 @@ class FaultyModel:
 class LateSnapshot(Snapshot):
     before: Callable[[], None] = field(default=lambda: None)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path) -> dict[str, str]:
         self.before()
-        super().write(folder)
+        return super().write(folder)
 
 
 class BusyHandoff(PublisherClient):
