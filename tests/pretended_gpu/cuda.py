@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,8 @@ import torch
 from learner.attention import varlen
 from learner.numerics import device
 from tests.learner.attention import reference
-from tests.pretended_gpu.tensors import GPU, finish_copies, note_wait, within_kernel
+from tests.pretended_gpu.streams import STREAMS
+from tests.pretended_gpu.tensors import GPU, note_wait, pin, unpin, within_kernel
 
 VARLEN_CALLS: Counter[str] = Counter()
 """Calls of the stand-in for the variable-length kernel."""
@@ -26,41 +28,48 @@ MEMORY_SHARES: list[float] = []
 
 
 class Stream:
-    """A stream: what it computes is there at once, what it copies to the host once that is waited for."""
+    """A stream: what it computes is there at once, what it copies once that is waited for."""
+
+    _numbers = itertools.count(1)
 
     def __init__(self, *_: object, **__: object) -> None:
-        self.device, self.cuda_stream = GPU, 0
+        self.device, self.cuda_stream = GPU, next(self._numbers)
 
     def synchronize(self) -> None:
-        _synchronize()
+        note_wait()
+        STREAMS.wait(self.cuda_stream)
 
-    def wait_stream(self, _: Stream) -> None:
-        pass
+    def wait_stream(self, other: Stream) -> None:
+        STREAMS.order(other.cuda_stream, STREAMS.num_issued)
 
-    def wait_event(self, _: Event) -> None:
-        pass
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
 
     def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
+        event = event or Event()
+        event.record(self)
+        return event
 
     def query(self) -> bool:
         return True
 
 
 class Event:
-    """An event, which happens once the host waits for it."""
+    """An event, which happens once the host waits for it; one that was never recorded has happened."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        pass
+        self._stream, self._number = 0, 0
 
-    def record(self, _: Stream | None = None) -> None:
-        pass
+    def record(self, stream: Stream | None = None) -> None:
+        self._stream = STREAMS.current if stream is None else stream.cuda_stream
+        self._number = STREAMS.num_issued
 
     def synchronize(self) -> None:
-        _synchronize()
+        note_wait()
+        STREAMS.wait(self._stream, self._number)
 
     def wait(self, _: Stream | None = None) -> None:
-        pass
+        STREAMS.order(self._stream, self._number)
 
     def query(self) -> bool:
         return True
@@ -69,9 +78,24 @@ class Event:
         return 0.0
 
 
+class Runtime:
+    """The part of CUDA's runtime that pins memory which is there already."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, num_bytes: int, flags: int) -> int:
+        assert num_bytes > 0 and flags == 0
+        pin(address)
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        unpin(address)
+        return 0
+
+
 def _synchronize(*_: object) -> None:
     note_wait()
-    finish_copies()
+    STREAMS.wait()
 
 
 def _on_gpu_where_asked(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -89,10 +113,24 @@ def _attend(*args: Any, **options: Any) -> torch.Tensor:
         return reference.varlen_attn(*args, **options)
 
 
+def make_streams() -> dict[str, Any]:
+    """Return the stand-ins for `torch.cuda`'s functions and classes about streams and copies, by name."""
+    default = Stream()
+    default.cuda_stream = STREAMS.current
+    return {
+        "synchronize": _synchronize,
+        "cudart": lambda: Runtime,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda *_: default,
+        "default_stream": lambda *_: default,
+        "stream": lambda stream: STREAMS.on(stream.cuda_stream),
+    }
+
+
 def install() -> None:
     """Have this process see one GPU of compute capability 9.0 with 80 GB."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the compiler would look for a GPU
-    stream = Stream()
     properties = torch._C._CudaDeviceProperties if hasattr(torch._C, "_CudaDeviceProperties") else object
     names: dict[str, Any] = {
         "is_available": lambda: True,
@@ -106,7 +144,7 @@ def install() -> None:
         "get_device_capability": lambda *_: (9, 0),
         "get_device_name": lambda *_: "pretended",
         "get_device_properties": lambda *_: properties,
-        "synchronize": _synchronize,
+        **make_streams(),
         "empty_cache": lambda: None,
         "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0,
@@ -118,11 +156,6 @@ def install() -> None:
         "manual_seed_all": lambda _: None,
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
-        "Stream": Stream,
-        "Event": Event,
-        "current_stream": lambda *_: stream,
-        "default_stream": lambda *_: stream,
-        "stream": lambda _: contextlib.nullcontext(),
         "device": lambda _: contextlib.nullcontext(),
         "default_generators": {GPU: torch.default_generator},
     }

@@ -18,6 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.pretended_gpu.streams import STREAMS
+
 GPU = torch.device("cuda", 0)
 _UNDERNEATH = torch.device("meta")
 """Device that PyTorch's core sees: it knows none of a GPU that is not there."""
@@ -25,8 +27,6 @@ _NAMES = (GPU.type, _UNDERNEATH.type)
 WAITS: Counter[str] = Counter()
 """Times that the host waited for the device, by file and line."""
 PACKAGES = ("/learner/", "/weight_sync/", "/rollout_service/", "/megatron/")
-COPIES: list[Callable[[], object]] = []
-"""Copies to the host that are under way, in their order."""
 _COPYING = ("aten::_to_copy", "aten::copy_")
 _READS = (
     "aten::_local_scalar_dense",
@@ -53,7 +53,8 @@ _UNREPEATABLE: Mapping[str, Callable[..., bool]] = {
 }
 """Operations without a deterministic kernel on GPUs, and when: `torch.use_deterministic_algorithms`."""
 _LISTS = ("aten::_foreach", "aten::_fused_adam")
-_pinned: dict[int, torch.Tensor] = {}
+_pinned: dict[int, torch.Tensor | None] = {}
+"""Pinned memory by its address; it is kept where it was made pinned, so that no other comes to lie there."""
 
 
 class MixedDevices(RuntimeError):
@@ -193,7 +194,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs["device"] = torch.device("cpu")
     kwargs.pop("pin_memory", None)
     if name == "aten::copy_" and _is_under_way(args, kwargs):
-        return _copy_later(args[0], args[1].values)
+        return _copy_later(args[0], args[1])
     found = _compute(func, tree_map(_values, args), tree_map(_values, kwargs))
     goes_to_cpu = name == "aten::_to_copy" and wanted is not None and not to_gpu_is_asked
     if name == "aten::_local_scalar_dense" or goes_to_cpu:
@@ -208,6 +209,8 @@ def _run_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     is_pinned = kwargs.pop("pin_memory", None) or func._schema.name == "aten::_pin_memory"
     if func._schema.name == "aten::is_pinned":
         return _is_pinned(args[0])
+    for tensor in _written(func, args):
+        STREAMS.check_write(tensor)
     found = args[0].clone() if func._schema.name == "aten::_pin_memory" else func(*args, **kwargs)
     if is_pinned:
         _pinned[found.untyped_storage().data_ptr()] = found
@@ -215,27 +218,42 @@ def _run_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _is_under_way(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    target, _, *others = args
+    target, source, *others = args
     is_async = bool(kwargs.get("non_blocking") or any(others))
-    return is_async and not isinstance(target, GpuTensor) and _is_pinned(target)
+    hosts = [tensor for tensor in (target, source) if not isinstance(tensor, GpuTensor)]
+    return is_async and len(hosts) == 1 and _is_pinned(hosts[0])
 
 
-def _copy_later(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Leave nonsense where the copy goes until the host waits for it."""
-    source = values.clone()
-    COPIES.append(lambda: target.copy_(source))
-    return target.fill_(float("nan") if target.is_floating_point() else 1)
+def _copy_later(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    if isinstance(target, GpuTensor):
+        STREAMS.copy_to_gpu(target.values, source)
+    else:
+        STREAMS.copy_to_host(target, _values(source))
+    return target
 
 
-def finish_copies() -> None:
-    """Make all copies to the host: it has waited for one, and the GPU may be ahead of it."""
-    for copy in COPIES:
-        copy()
-    COPIES.clear()
+def _written(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operation writes into."""
+    return [
+        argument
+        for wanted, argument in zip(func._schema.arguments, args, strict=False)
+        if wanted.is_write and isinstance(argument, torch.Tensor)
+    ]
 
 
 def _values(leaf: Any) -> Any:
     return leaf.values if isinstance(leaf, GpuTensor) else leaf
+
+
+def pin(address: int) -> None:
+    """Pin memory that is there already. CUDA refuses what is pinned."""
+    assert address not in _pinned, "the memory is pinned already"
+    _pinned[address] = None
+
+
+def unpin(address: int) -> None:
+    """Let go of memory that `pin` pinned."""
+    assert _pinned.pop(address, 0) is None, "the memory is not pinned"
 
 
 def _is_pinned(tensor: torch.Tensor) -> bool:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from tests.pretended_gpu.tensors import GPU, WAITS, GpuTensor, MixedDevices, PretendedGpu, to_gpu
+from tests.pretended_gpu.tensors import GPU, WAITS, GpuTensor, MixedDevices, to_gpu
 
-
-@pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
-    WAITS.clear()
-    with PretendedGpu():
-        yield
-    WAITS.clear()
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 def test_a_tensor_is_on_the_gpu_and_so_is_what_is_made_of_it() -> None:

@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 import xxhash
 
 from asyncrl.core.errors import SyncError
+from weight_sync.copies.pinned import BUFFER_BYTES, Copy, PinnedPipeline
 from weight_sync.memory.manifest import ITEM_BYTES, Layout, TensorEntry, align
 from weight_sync.memory.writer import PIECE_BYTES, Bytes, WriteTimes
-
-BUFFER_BYTES = 64 << 20
-"""Per copy from a GPU, whose calls cost more than what a cache saves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,65 +86,6 @@ class _Spot:
         return self.start + (len(self.part.values_RC) - 1) * self.stride_bytes + self.width_bytes
 
 
-class Fetch(NamedTuple):
-    """A copy to be made; `end` names it.
-
-    Attributes:
-        source: On the GPU, of `BUFFER_BYTES` at most in the target's dtype. Any strides.
-        target: In the host's memory, of the same shape. Any strides.
-    """
-
-    source: torch.Tensor
-    target: torch.Tensor
-    end: int
-
-
-_Issued: TypeAlias = tuple[Fetch, torch.Tensor, torch.cuda.Event]
-
-
-class BounceReader:
-    """Copies from a GPU into the host's memory through two pinned buffers, on a stream of its own.
-
-    A copy into memory that is not pinned has a tenth of the bus's rate, and the host waits for it. Here a GPU
-    fills one buffer while the host empties the other. Invariant: a buffer is read once its event has
-    happened, and filled again once it has been read.
-    """
-
-    def __init__(self, buffer_bytes: int) -> None:
-        self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._stream = torch.cuda.Stream()
-
-    def copy(self, fetches: Iterable[Fetch]) -> Iterator[int]:
-        """Copy what the current stream has computed so far; yield the `end` of each copy that is made."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        issued: _Issued | None = None
-        for index, fetch in enumerate(fetches):
-            following = self._issue(fetch, self._buffers[index % 2])
-            if issued is not None:
-                yield _finish(issued)
-            issued = following
-        if issued is not None:
-            yield _finish(issued)
-
-    def _issue(self, fetch: Fetch, buffer: torch.Tensor) -> _Issued:
-        num_bytes, event = fetch.target.numel() * fetch.target.itemsize, torch.cuda.Event()
-        staged = buffer[:num_bytes].view(fetch.target.dtype).view(fetch.target.shape)
-        with torch.cuda.stream(self._stream):
-            packed = fetch.source.to(
-                fetch.target.dtype
-            ).contiguous()  # columns are gathered where that is fast
-            staged.copy_(packed, non_blocking=True)
-            event.record(self._stream)
-        return fetch, staged, event
-
-
-def _finish(issued: _Issued) -> int:
-    fetch, staged, event = issued
-    event.synchronize()
-    fetch.target.copy_(staged)
-    return fetch.end
-
-
 class PartWriter:
     """Writes the parts of one rank into segments of one layout.
 
@@ -167,7 +106,7 @@ class PartWriter:
         self._gaps = [gap for spot in self._spots for gap in _gap_after(spot)]
         self.num_bytes = sum(spot.width_bytes * len(spot.part.values_RC) for spot in self._spots)
         self.whole_buckets = self._find_whole_buckets()
-        self._bounce: BounceReader | None = None
+        self._pipeline: PinnedPipeline | None = None
 
     def write(self, bytes_B: Bytes, times: WriteTimes) -> dict[int, bytes]:
         """Copy all parts into the mapped segment; return the digests of the whole buckets."""
@@ -188,17 +127,18 @@ class PartWriter:
     def _copy(self, bytes_B: Bytes) -> Iterator[int]:
         """Copy piece by piece, in ascending order; yield the byte after each."""
         if any(spot.part.values_RC.is_cuda for spot in self._spots):
-            self._bounce = self._bounce or BounceReader(BUFFER_BYTES)
-            fetches = (fetch for spot in self._spots for fetch in _fetches(bytes_B, spot, BUFFER_BYTES))
-            yield from self._bounce.copy(fetches)
+            self._pipeline = self._pipeline or PinnedPipeline(BUFFER_BYTES)
+            yield from self._pipeline.run(
+                copy for spot in self._spots for copy in _copies(bytes_B, spot, BUFFER_BYTES)
+            )
             return
         for spot, source in zip(self._spots, self._sources, strict=True):
             if source is not None:
                 yield from _copy_bytes(bytes_B, spot, source)
                 continue
-            for fetch in _fetches(bytes_B, spot, PIECE_BYTES):
-                fetch.target.copy_(fetch.source)
-                yield fetch.end
+            for copy in _copies(bytes_B, spot, PIECE_BYTES):
+                copy.target.copy_(copy.source)
+                yield copy.name
 
     def digest(self, bytes_B: Bytes, buckets: Sequence[int], times: WriteTimes) -> dict[int, bytes]:
         """Return the digests of `buckets` as they lie in the segment."""
@@ -294,8 +234,11 @@ def _copy_bytes(bytes_B: Bytes, spot: _Spot, source: Bytes) -> Iterator[int]:
     yield spot.end
 
 
-def _fetches(bytes_B: Bytes, spot: _Spot, most_bytes: int) -> Iterator[Fetch]:
-    """Yield the copies of a part from any device and of any dtype, in order, each of `most_bytes` at most."""
+def _copies(bytes_B: Bytes, spot: _Spot, most_bytes: int) -> Iterator[Copy[int]]:
+    """Yield the copies of a part from any device and of any dtype, in order, each of `most_bytes` at most.
+
+    A copy's name is the byte after its last.
+    """
     entry, part = spot.entry, spot.part
     tensor_B = torch.from_numpy(bytes_B[entry.offset : entry.offset + entry.num_bytes])
     dtype: Any = getattr(torch, entry.dtype)
@@ -309,7 +252,7 @@ def _fetches(bytes_B: Bytes, spot: _Spot, most_bytes: int) -> Iterator[Fetch]:
         for column in range(0, width, num_columns):  # more than one where a row is wider than that
             columns = slice(column, min(column + num_columns, width))
             end = spot.start + (rows.stop - 1) * spot.stride_bytes + columns.stop * dtype.itemsize
-            yield Fetch(source_RC[rows, columns], target_RC[rows, columns], end)
+            yield Copy(source_RC[rows, columns], target_RC[rows, columns], end)
 
 
 def merge_digests(tables: Sequence[Mapping[int, bytes]], num_buckets: int) -> bytes:

@@ -4,7 +4,8 @@ The names, shapes and dtypes in the file must be those of the checkpoint that th
 from; that is checked before anything is overwritten. The whole load is one `update_weights` call,
 because vLLM's layer-wise reload overwrites in place and keeps references to what it was given
 until it is finalized: the mapping of the file has to outlive that. Workers that share a model take
-each stage together: one that cannot go on stops all of them.
+each stage together: one that cannot go on stops all of them. On a GPU a worker's slices go there through
+pinned buffers, out of the mapped file, and need no memory of the GPU on the way.
 
 A load never raises into vLLM: its executor for several workers reads no further reply after the first
 failure, and the unread ones are taken for the answers to later calls. How a load ended is asked for.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -36,6 +37,8 @@ from asyncrl.core.runtime.faults import is_wanted
 from rollout_service.engine.probe import ProbeCheck
 from rollout_service.engine.vllm.plugin import OTHER_WORKER
 from rollout_service.engine.vllm.reload import find_refused, find_shared, reload
+from weight_sync.copies.pinned import BUFFER_BYTES, PinnedPipeline
+from weight_sync.copies.to_gpu import PinnedCopies
 from weight_sync.memory.manifest import Manifest, check_tensors
 from weight_sync.memory.staging import Staged, open_tensors
 
@@ -98,6 +101,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     def _probe_check(self) -> ProbeCheck:
         return ProbeCheck()
 
+    @cached_property
+    def _pipeline(self) -> PinnedPipeline:
+        """Pinned once: to pin memory takes longer than a load."""
+        return PinnedPipeline(BUFFER_BYTES)
+
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
         """Do nothing: there is no connection."""
 
@@ -156,7 +164,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
     def _load(self, number: int, tensors: Tensors) -> None:
         """Overwrite the model. Layers refer to `tensors`, and so to the file, until they are finalized."""
-        reload(self.model, self.model_config, _with_faults(number, tensors))
+        with self._sent_to(next(self.model.parameters()).device):
+            reload(self.model, self.model_config, _with_faults(number, tensors))
+
+    def _sent_to(self, device: torch.device) -> AbstractContextManager[object]:
+        """Send the slices that the loader copies to `device` through pinned buffers, if it is a GPU."""
+        return PinnedCopies(self._pipeline) if device.type == "cuda" else nullcontext()
 
     @contextmanager
     def _together(self, stage: str) -> Iterator[None]:

@@ -305,10 +305,10 @@ def test_a_copy_has_no_more_bytes_than_a_buffer_also_where_rows_are_wider():
     layout = plan([TensorSpec("w", "float32", (3, 10))], 1 << 12)
     bytes_B = np.zeros(layout.total_bytes, dtype=np.uint8)
     spot = parts_module._place(layout.tensors[0], Part("w", (3, 10), 0, 0, values))
-    fetches = list(parts_module._fetches(bytes_B, spot, 16))
-    for fetch in fetches:
-        assert fetch.source.numel() * 4 <= 16 and fetch.source.shape == fetch.target.shape
-        fetch.target.copy_(fetch.source)
-    ends = [fetch.end for fetch in fetches]
+    copies = list(parts_module._copies(bytes_B, spot, 16))
+    for copy in copies:
+        assert copy.source.numel() * 4 <= 16 and copy.source.shape == copy.target.shape
+        copy.target.copy_(copy.source)
+    ends = [copy.name for copy in copies]
     assert ends == sorted(set(ends)) and ends[-1] == 120
     assert torch.equal(torch.from_numpy(bytes_B[:120]).view(torch.float32), values.flatten())

@@ -1,0 +1,24 @@
+"""A pretended GPU in the test's own process, with streams whose copies happen late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.pretended_gpu import cuda
+from tests.pretended_gpu.streams import STREAMS
+from tests.pretended_gpu.tensors import WAITS, PretendedGpu
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    for name, stand_in in cuda.make_streams().items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    WAITS.clear()
+    with PretendedGpu():
+        yield
+    WAITS.clear()
+    STREAMS.copies.clear()

@@ -1,0 +1,1 @@
+"""Copies between a GPU and the host's memory."""
