@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +21,8 @@ import xxhash
 from asyncrl.core.files.durable import sync_path
 from learner.checkpoint.pieces import Piece, record_file
 from learner.checkpoint.tensor_file import write_tensors
+
+log = logging.getLogger(__name__)
 
 KINDS = ("main", "exp_avg", "exp_avg_sq")
 """Tensors of a piece, each in float32: the parameter as the optimizer keeps it, and AdamW's two moments."""
@@ -84,30 +88,45 @@ class Snapshot:
 
 
 class HostCopies:
-    """Copies of a rank's tensors in host memory that is used again for the next checkpoint.
+    """Copies of a rank's tensors in one buffer on the host, which is used again for the next checkpoint.
 
-    The memory is pinned if the tensors live on a GPU. A second `take` overwrites the first's copies.
+    The buffer is pinned if a tensor lives on a GPU: registered as a whole, once. PyTorch's own pinned memory
+    is rounded up to a power of two, up to twice what is needed, and never given back. A second `take`
+    overwrites the first's copies.
     """
 
     def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
+        self._buffer: torch.Tensor | None = None
 
     def take(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return a float32 copy of each, flat; the same tensors must come in the same order each time."""
-        copies: list[torch.Tensor] = []
-        is_cuda = False
-        for index, tensor in enumerate(tensors):
-            is_cuda |= tensor.is_cuda
-            if index == len(self._buffers):
-                self._buffers.append(
-                    torch.empty(tensor.numel(), dtype=torch.float32, pin_memory=tensor.is_cuda)
-                )
-            buffer = self._buffers[index]
-            assert buffer.numel() == tensor.numel(), "the state of a rank does not change its shape"
-            copies.append(buffer.copy_(tensor.detach().reshape(-1), non_blocking=True))
+        wanted = list(tensors)
+        sizes = [tensor.numel() for tensor in wanted]
+        is_cuda = any(tensor.is_cuda for tensor in wanted)
+        if self._buffer is None:
+            self._buffer = torch.empty(sum(sizes), dtype=torch.float32)
+            if is_cuda and len(self._buffer):
+                weakref.finalize(self, _unregister, _register(self._buffer)).atexit = False
+        assert len(self._buffer) == sum(sizes), "the state of a rank does not change its shape"
+        copies = list(self._buffer.split(sizes))
+        for copy, tensor in zip(copies, wanted, strict=True):
+            copy.copy_(tensor.detach().reshape(-1), non_blocking=True)
         if is_cuda:
             torch.cuda.synchronize()
         return copies
+
+
+def _register(buffer: torch.Tensor) -> torch.Tensor:
+    """Pin the memory of `buffer`, so that a GPU copies into it at the bus's rate."""
+    code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+    if int(code):
+        log.warning("copies for checkpoints are slow: %d bytes cannot be pinned (%s)", buffer.nbytes, code)
+    return buffer
+
+
+def _unregister(buffer: torch.Tensor) -> None:
+    """Let go of memory that `_register` pinned, before it is freed."""
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
 
 def piece_key(index: int, kind: str) -> str:

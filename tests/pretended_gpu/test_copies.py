@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from learner.checkpoint.snapshot import HostCopies
+from tests.pretended_gpu import cuda, tensors
 from tests.pretended_gpu.streams import ReusedTooEarly
 from tests.pretended_gpu.tensors import GPU, WAITS, to_gpu
 from weight_sync.copies.pinned import Copy, PinnedPipeline
@@ -113,3 +115,29 @@ def test_a_source_that_is_broadcast_fills_the_target() -> None:
         target[0].copy_(torch.tensor(7.0))
     assert target.tolist() == [[7.0] * 4, [0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0]]
     assert WAITS.total()
+
+
+def test_the_copies_for_a_checkpoint_lie_in_one_pinned_buffer_and_are_whole_when_they_are_taken() -> None:
+    copies, live = HostCopies(), to_gpu(values(5, 3))
+    whole, half = copies.take([live, live[1:3].to(torch.bfloat16)])
+    WAITS.clear()
+    for _ in range(2):
+        copies.take([live, live[1:3].to(torch.bfloat16)])
+        assert torch.equal(whole.view(5, 3), live.cpu())
+        assert torch.equal(half, live[1:3].to(torch.bfloat16).float().flatten().cpu())
+        live.mul_(2.0)
+    assert WAITS.total() == 2 + 2 * 2, "once for all copies, and twice for each comparison"
+    assert whole.is_pinned() and whole.untyped_storage().nbytes() == 21 * 4
+    address = whole.data_ptr()
+    del copies
+    assert address not in tensors._pinned, "memory is let go of before it is freed"
+
+
+def test_memory_that_cannot_be_pinned_is_told_and_the_copies_are_right(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda.Runtime, "cudaHostRegister", lambda *_: 2)
+    monkeypatch.setattr(cuda.Runtime, "cudaHostUnregister", lambda *_: 2)
+    (copy,) = HostCopies().take([to_gpu(values(4))])
+    assert torch.equal(copy, values(4))
+    assert "16 bytes cannot be pinned (2)" in caplog.text

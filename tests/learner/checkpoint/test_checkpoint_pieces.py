@@ -116,13 +116,15 @@ def test_a_torn_tensor_file_or_record_is_an_error_of_ours(tmp_path, values):
 
 
 def test_a_copy_on_the_host_stays_as_it_was_and_its_memory_is_used_again():
-    copies, live = HostCopies(), torch.ones(3, 2)
-    (first,) = copies.take([live])
+    copies, live, other = HostCopies(), torch.ones(3, 2), torch.full((2,), 3.0, dtype=torch.bfloat16)
+    first = copies.take([live, torch.zeros(0), other])
     live.zero_()
-    assert torch.equal(first, torch.ones(6))
-    (second,) = copies.take([live])
-    assert second.data_ptr() == first.data_ptr()
-    assert torch.equal(second, torch.zeros(6))
+    assert [one.tolist() for one in first] == [[1.0] * 6, [], [3.0] * 2]
+    assert all(one.dtype == torch.float32 for one in first)
+    second = copies.take([live, torch.zeros(0), other])
+    assert second[0].data_ptr() == first[0].data_ptr()
+    assert first[0].untyped_storage().nbytes() == 8 * 4, "one buffer holds all, and nothing else"
+    assert [one.tolist() for one in second] == [[0.0] * 6, [], [3.0] * 2]
 
 
 @settings(max_examples=30)

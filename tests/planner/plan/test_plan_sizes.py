@@ -37,13 +37,13 @@ def lacks(config: Config, **there: int) -> list[str]:
 
 def test_what_fits_is_not_complained_of() -> None:
     config = make_config(learner={"gpus": 1, "tp": 4}, rollout={"gpus": 1})
-    assert lacks(config, host=64 * GB, shm=1, gpu=80 * GB) == []
+    assert lacks(config, host=120 * GB, shm=1, gpu=80 * GB) == []
     assert lacks(config) == [], "what is not known is not held against it"
 
 
 def test_a_policy_that_does_not_fit_a_gpu_is_refused_with_the_sum() -> None:
     config = make_config(learner={"gpus": 1}, rollout={"gpus": 1})
-    (line,) = lacks(config, host=64 * GB, gpu=80 * GB)
+    (line,) = lacks(config, host=120 * GB, gpu=80 * GB)
     assert line == (
         "learner.gpus: the run takes 147 GB of each GPU of the learner, which has 80: policy and its "
         "optimizer 147 ((weight 2 + gradient 4 + optimizer 12 bytes) x 8.19 G weights); "
@@ -87,12 +87,27 @@ def test_an_offloaded_optimizer_is_on_the_gpu_in_an_update_when_the_activations_
 def test_what_is_offloaded_is_counted_on_the_host() -> None:
     config = make_config(learner={"gpus": 1, "offload": True}, rollout={"gpus": 1})
     (line,) = lacks(config, host=64 * GB, gpu=160 * GB)
-    assert line.startswith("model.path: the run takes 10") and "optimizer of the policy 98.3" in line
+    assert line.startswith("model.path: the run takes 20") and "optimizer of the policy 98.3" in line
+    assert "copy of the policy for a checkpoint 98.3 (weight and moments 12 bytes x 8.19 G weights)" in line
+
+
+@pytest.mark.parametrize("learner", [{}, {"gpus": 1, "tp": 2}, {"dp": 4, "backend": "fsdp2"}])
+def test_the_copy_for_a_checkpoint_is_counted_once_however_many_ranks_share_it(
+    learner: dict[str, Any],
+) -> None:
+    config = make_config(learner=learner, algorithm={"advantage": "gae"})
+    found = {part.what: part for part in count_parts(config, 8 * GB, 1, critic_weights=2 * GB)}
+    for name, num_weights in (("policy", 8 * GB), ("critic", 2 * GB)):
+        part = found[f"copy of the {name} for a checkpoint"]
+        assert (part.where, part.num_bytes) == (HOST, 12 * num_weights)
+    assert "copy of the critic for a checkpoint" not in {
+        part.what for part in count_parts(make_config(), 8 * GB, 1)
+    }
 
 
 def test_an_engine_that_does_not_fit_names_its_own_gpus() -> None:
     (line,) = lacks(
-        make_config(rollout={"gpus": 1}, learner={"gpus": 1, "tp": 16}), host=64 * GB, gpu=16 * GB
+        make_config(rollout={"gpus": 1}, learner={"gpus": 1, "tp": 16}), host=120 * GB, gpu=16 * GB
     )
     assert line.startswith("rollout.gpus: ") and line.endswith("raise rollout.gpus")
     assert "of each GPU of a replica, which has 16" in line

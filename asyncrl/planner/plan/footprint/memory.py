@@ -32,6 +32,8 @@ LEARNER_GPU, ROLLOUT_GPU = "each GPU of the learner", "each GPU of a replica"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES, MOMENT_BYTES, MAIN_BYTES = 4, 8, 4
 """Per weight: a float32 gradient, AdamW's two moments, the float32 copy of a 16-bit weight."""
+SNAPSHOT_BYTES = 12
+"""Per weight of a trained model: the host's copy for a checkpoint, of which each rank has its share."""
 GB = 10**9
 LEARNER_BYTES, FRONT_END_BYTES, CORE_BYTES, RAY_BYTES = 440 * 10**6, 630 * 10**6, 930 * 10**6, 400 * 10**6
 """Resident memory of a learner rank, a replica, its engine core (on CPU) and Ray, with a model of nothing."""
@@ -119,6 +121,9 @@ def _learner_parts(config: Config, num_weights: int | None, critic_weights: int 
         rule = f"({model.rule}) x {model.num_weights / 1e9:.3g} G weights{cuts}"
         rule += f" x {ranks} ranks" if count > 1 else ""
         yield Part(LEARNER_GPU if is_on_gpu else HOST, model.what, num_bytes, rule)
+    for name, size in _trained(config, num_weights, critic_weights).items():
+        rule = f"weight and moments {SNAPSHOT_BYTES} bytes x {size / 1e9:.3g} G weights"
+        yield Part(HOST, f"copy of the {name} for a checkpoint", SNAPSHOT_BYTES * size, rule)
 
 
 @dataclass(frozen=True)
@@ -145,12 +150,9 @@ def _models(config: Config, num_weights: int, critic_weights: int | None) -> Ite
     shared = cut if is_sharded else ""
     held = (item + GRADIENT_BYTES) / (shards if is_sharded else 1)
     state = (main + MOMENT_BYTES) / shards
-    trained = {"policy": num_weights}
-    if config.algorithm.advantage in WITH_VALUES and critic_weights is not None:
-        trained["critic"] = critic_weights
     weights = f"weight {item}{shared} + gradient {GRADIENT_BYTES}{shared}"
     optimizer = f"optimizer {main + MOMENT_BYTES}{cut}"
-    for name, size in trained.items():
+    for name, size in _trained(config, num_weights, critic_weights).items():
         if learner.offload:
             yield _Model(f"{name} and its gradient", size, held, f"{weights} bytes", is_sharded)
             yield _Model(f"optimizer of the {name}", size, state, f"{optimizer} bytes", is_offloaded=True)
@@ -161,6 +163,12 @@ def _models(config: Config, num_weights: int, critic_weights: int | None) -> Ite
     if config.algorithm.kl.coef > 0:
         reference = item / (shards if is_sharded else 1)
         yield _Model("reference policy", num_weights, reference, f"weight {item}{shared} bytes")
+
+
+def _trained(config: Config, num_weights: int, critic_weights: int | None) -> dict[str, int]:
+    """Return the number of weights of each model that is trained."""
+    has_critic = config.algorithm.advantage in WITH_VALUES and critic_weights is not None
+    return {"policy": num_weights} | ({"critic": critic_weights} if has_critic and critic_weights else {})
 
 
 def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> Iterator[Part]:
