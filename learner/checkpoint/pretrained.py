@@ -1,22 +1,29 @@
 """Hugging Face model folders on disk: reading tensors by name, writing a folder that transformers loads.
 
-It must never hold a whole checkpoint while reading; writing collects one copy in host memory.
+It must never hold a whole model: what is read is a view of the mapped file, which takes memory where it is
+copied, and what is written lies in files of 5 GB, of which one is held at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from asyncrl.core.errors import ConfigError
+from learner.checkpoint.tensor_file import write_tensors
 
 WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+MAX_FILE_BYTES = 5 * 10**9
+"""Of an export, as large as those of transformers and of the hub."""
 _SIDE_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -31,6 +38,12 @@ _SIDE_FILES = (
 )
 
 
+class _OpenFile(Protocol):
+    """Used part of an open file of `safetensors`."""
+
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+
+
 class PretrainedTensors:
     """Reads the tensors of a model folder by name, from one file or from several with an index.
 
@@ -39,7 +52,7 @@ class PretrainedTensors:
     """
 
     def __init__(self, folder: Path, zeros: Mapping[str, tuple[int, ...]] | None = None) -> None:
-        index = folder / f"{WEIGHTS}.index.json"
+        index = folder / INDEX
         if index.is_file():
             self._file_of = {
                 name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()
@@ -52,28 +65,33 @@ class PretrainedTensors:
                 f"{folder} holds neither {WEIGHTS} nor {index.name}", hint="Save the model as safetensors"
             )
         self._folder, self._zeros = folder, zeros or {}
+        self._files: dict[Path, _OpenFile] = {}
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor `name`. Raises ConfigError if the folder does not have it."""
+        """Return the tensor `name`, a view of the mapped file: not to be written into.
+
+        Raises:
+            ConfigError: The folder does not have it.
+        """
         if name not in self._file_of:
             if name in self._zeros:
                 return torch.zeros(self._zeros[name])
             raise ConfigError(
                 f"{self._folder} has no tensor '{name}'", hint="Its config.json describes another model"
             )
-        with safe_open(self._file_of[name], "pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-        return tensor
+        path = self._file_of[name]
+        if path not in self._files:
+            self._files[path] = safe_open(path, "pt")
+        return self._files[path].get_tensor(name)
 
 
 def write_folder(
     source: Path, target: Path, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
 ) -> None:
-    """Write `tensors` as one safetensors file into `target`, with config and tokenizer files of `source`."""
+    """Write `tensors` as safetensors files into `target`, with config and tokenizer files of `source`."""
     target.mkdir(parents=True, exist_ok=True)
-    # `clone` cuts views loose from fused weights: safetensors refuses tensors that share storage.
-    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
-    save_file(copies, target / WEIGHTS, metadata={"format": "pt"})
+    (target / INDEX).unlink(missing_ok=True)  # of another export: readers would follow it
+    _name_files(target, list(_write_files(target, tensors)))
     for name in _SIDE_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
@@ -81,3 +99,49 @@ def write_folder(
     # transformers casts to the dtype named here: the file would lose bits if the source said bfloat16.
     config["dtype" if "torch_dtype" not in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    names: tuple[str, ...]
+    num_bytes: int
+
+
+def _write_files(target: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[_File]:
+    """Write files of at most MAX_FILE_BYTES, or one tensor, under names for now; hold one file's tensors."""
+    numbers = itertools.count(1)
+    held: dict[str, torch.Tensor] = {}
+
+    def write() -> _File:
+        path = target / f".{WEIGHTS}.{next(numbers)}"
+        write_tensors(path, held, {"format": "pt"})
+        file = _File(path, tuple(held), sum(one.nbytes for one in held.values()))
+        held.clear()
+        return file
+
+    for name, tensor in tensors:
+        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > MAX_FILE_BYTES:
+            yield write()
+        # A copy: a view of a live parameter is valid until the next update.
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    yield write()
+
+
+def _name_files(target: Path, files: Sequence[_File]) -> None:
+    """Give the files the names that transformers gives them, and an index if they are several."""
+    if len(files) == 1:
+        files[0].path.replace(target / WEIGHTS)
+        return
+    (target / WEIGHTS).unlink(missing_ok=True)
+    stem, suffix = WEIGHTS.split(".")
+    names = [f"{stem}-{number:05d}-of-{len(files):05d}.{suffix}" for number in range(1, len(files) + 1)]
+    for name, file in zip(names, files, strict=True):
+        file.path.replace(target / name)
+    index = {
+        "metadata": {"total_size": sum(file.num_bytes for file in files)},
+        "weight_map": {
+            tensor: name for name, file in zip(names, files, strict=True) for tensor in file.names
+        },
+    }
+    (target / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

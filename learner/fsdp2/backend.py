@@ -20,7 +20,7 @@ from learner.batching.batch import PackedBatch
 from learner.checkpoint.pretrained import PretrainedTensors
 from learner.fsdp2.model import language_model
 from learner.fsdp2.model.modules import PolicyModule, ValueModule
-from learner.fsdp2.ranked import RankedModel, RootModule
+from learner.fsdp2.ranked import Loaded, RankedModel
 
 _OPTIMIZER_METRICS = ("grad_norm", "lr", "skipped_updates")
 
@@ -74,10 +74,11 @@ class Fsdp2Backend(RankedModel):
     ) -> dict[str, float]:
         return _prefix("actor", self._engine.apply(metrics, divisor))
 
-    def _load(self, source: Path) -> tuple[RootModule, Sequence[torch.nn.Module]]:
-        model = language_model.load_model(source)
-        ways = language_model.choose_ways(model)
-        return PolicyModule(model, ways, self._temperature), language_model.find_layers(model)
+    def _load(self, source: Path) -> Loaded:
+        model, weights = language_model.load_model(source)
+        ways = language_model.choose_ways(model, weights)
+        root = PolicyModule(model, ways, self._temperature)
+        return Loaded(root, language_model.find_layers(model), weights)
 
 
 class Fsdp2ValueBackend(RankedModel):
@@ -113,12 +114,13 @@ class Fsdp2ValueBackend(RankedModel):
     def update(self, minibatch: PackedBatch, loss_fn: ValueLossFn) -> dict[str, float]:
         return _prefix("critic", self._engine.update(minibatch, loss_fn, num_outputs=1))
 
-    def _load(self, source: Path) -> tuple[RootModule, Sequence[torch.nn.Module]]:
-        model = language_model.load_model(source, with_output=False)
-        ways = language_model.choose_ways(model)
+    def _load(self, source: Path) -> Loaded:
+        model, weights = language_model.load_model(source, with_output=False)
+        ways = language_model.choose_ways(model, weights)
         shape = (1, model.get_input_embeddings().weight.shape[1])
         weight_1H = PretrainedTensors(source, zeros={"score.weight": shape}).read("score.weight")
-        return ValueModule(model, ways, weight_1H), language_model.find_layers(model.base_model)
+        root = ValueModule(model, ways, weight_1H)
+        return Loaded(root, language_model.find_layers(model.base_model), weights)
 
 
 def _prefix(actor: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,7 @@ from learner.fsdp2.groups import RankGroup, join_group
 from learner.fsdp2.model.language_model import Ways
 from learner.fsdp2.model.modules import PolicyModule, ValueModule
 from learner.fsdp2.model.rows import Rows, lay_out_padded, lay_out_rows
+from learner.fsdp2.model.stored_weights import StoredWeights
 from learner.fsdp2.sharding import (
     ShardedParameter,
     Sharding,
@@ -36,6 +38,14 @@ from learner.numerics.reduction import average_metrics
 from weight_sync.memory.parts import Part
 
 RootModule = PolicyModule | ValueModule
+
+
+class Loaded(NamedTuple):
+    """The root module, the layers that are cut one by one, and the weights, which the shards read."""
+
+    root: RootModule
+    layers: Sequence[torch.nn.Module]
+    weights: StoredWeights
 
 
 class RankedModel:
@@ -56,9 +66,10 @@ class RankedModel:
         self._part_addresses: list[int] = []
         self._group: RankGroup = join_group(placement, config.gpus, seed)
         try:
-            root, layers = self._load(source)
+            root, layers, weights = self._load(source)
             sharded = shard_module(root, layers, self._group, _make_sharding(config, self._dtype))
             parameters = describe_parameters(root.named_hf_parameters(), self._group)
+            weights.fill(parameters)
             self._engine = Engine(
                 sharded,
                 parameters,
@@ -145,8 +156,8 @@ class RankedModel:
     def close(self) -> None:
         self._group.stop()
 
-    def _load(self, source: Path) -> tuple[RootModule, Sequence[torch.nn.Module]]:
-        """Return the root module, on the CPU, and the layers that are cut one by one."""
+    def _load(self, source: Path) -> Loaded:
+        """Build the model on the CPU."""
         raise NotImplementedError
 
 

@@ -55,12 +55,16 @@ ReadTensor = Callable[[str], torch.Tensor]
 def load_parameters(
     model: torch.nn.Module, config: TransformerConfig, read: ReadTensor, group: dist.ProcessGroup
 ) -> None:
-    """Fill `model` with this rank's part of the Hugging Face tensors that `read(name)` returns."""
+    """Fill `model` with this rank's part of the Hugging Face tensors that `read(name)` returns.
+
+    Of a tensor that is mapped only that part is read.
+    """
     for name, _, parameter in global_names(model):
-        full = _from_hugging_face(name, config, read)
         if name in VOCABULARY:
-            full = _pad_rows(full, parameter.shape[0] * group.size())
-        part = cut(name, full, group.size())[group.rank()]
+            start = group.rank() * len(parameter)
+            part = _pad_rows(read(_DIRECT[name])[start : start + len(parameter)], len(parameter))
+        else:
+            part = _read_part(name, config, read, group)
         assert part.shape == parameter.shape, (
             f"{name}: {tuple(part.shape)} does not fit {tuple(parameter.shape)}"
         )
@@ -157,19 +161,8 @@ class WholeTensors:
             yield name, groups.share_from(stage, tensor.contiguous())
 
 
-def cut(name: str, full: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:
-    """Return the parts of the parameter `name` for each tensor-parallel rank."""
-    dimension = cut_dimension(name)
-    if dimension is None or num_ranks == 1:
-        return [full] * num_ranks
-    if name.endswith(_GATE_UP):
-        gate, up = full.chunk(2)
-        return [torch.cat(pair) for pair in zip(gate.chunk(num_ranks), up.chunk(num_ranks), strict=True)]
-    return list(full.chunk(num_ranks, dimension))
-
-
 def merge(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return the full parameter `name` from the parts of all ranks: the inverse of `cut`."""
+    """Return the full parameter `name` from the parts of all ranks."""
     dimension = cut_dimension(name)
     if dimension is None or len(parts) == 1:
         return parts[0]
@@ -219,18 +212,25 @@ def _split_layer(name: str) -> tuple[str, str]:
     return f"model.layers.{index}.", inner
 
 
-def _from_hugging_face(name: str, config: TransformerConfig, read: ReadTensor) -> torch.Tensor:
+def _read_part(
+    name: str, config: TransformerConfig, read: ReadTensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return this rank's part of the parameter `name`, which has no padding."""
+    rank, size = group.rank(), group.size()
     if not name.startswith(_LAYER_PREFIX):
         return read(_DIRECT[name])
     prefix, inner = _split_layer(name)
     if inner in _QKV:
         kind = inner.rpartition(".")[2]
-        q, k, v = (read(f"{prefix}self_attn.{part}_proj.{kind}") for part in "qkv")
+        q, k, v = (read(f"{prefix}self_attn.{part}_proj.{kind}").chunk(size)[rank] for part in "qkv")
         assert config.num_query_groups is not None
-        return fuse_qkv(q, k, v, config.num_query_groups)
+        return fuse_qkv(q, k, v, config.num_query_groups // size)
     if inner == _GATE_UP:
-        return torch.cat([read(f"{prefix}mlp.gate_proj.weight"), read(f"{prefix}mlp.up_proj.weight")])
-    return read(prefix + _DIRECT_IN_LAYER[inner])
+        return torch.cat(
+            [read(f"{prefix}mlp.{part}_proj.weight").chunk(size)[rank] for part in ("gate", "up")]
+        )
+    full, dimension = read(prefix + _DIRECT_IN_LAYER[inner]), cut_dimension(name)
+    return full if dimension is None else full.chunk(size, dimension)[rank]
 
 
 def to_hugging_face(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch.nn import Parameter
 
 from asyncrl.core.staleness import PolicyVersion
+from learner.checkpoint import pretrained
 from rollout_service.engine.vllm import weight_transfer
-from rollout_service.engine.vllm.weight_transfer import StagedWeightTransferEngine
+from rollout_service.engine.vllm.weight_transfer import StagedWeightTransferEngine, read_tensors
 from tests.pretended_gpu.tensors import GPU, to_gpu
 from tests.rollout.engine.engine_parts import stage
 from tests.rollout.engine.test_reload import CONFIG, Matrix, Model
@@ -99,3 +101,15 @@ def test_all_of_it_goes_through_the_pinned_buffers(engine: Any, monkeypatch: pyt
     (one,) = made
     least = (12 * 16 + 24 * 8 + 24 * 16 + 12 * 16) * 4 // 256
     assert one.num_copies >= least
+
+
+def test_the_check_before_a_load_reads_an_export_in_several_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrained, "MAX_FILE_BYTES", 100)
+    (tmp_path / "config.json").write_text("{}")
+    tensors = {f"t{index}": torch.zeros(index, 5, dtype=torch.bfloat16) for index in range(1, 8)}
+    pretrained.write_folder(tmp_path, tmp_path / "to", tensors.items(), torch.bfloat16)
+    assert len(list((tmp_path / "to").glob("model-*-of-*.safetensors"))) > 2
+    found = {name: (one.shape, one.dtype) for name, one in read_tensors(tmp_path / "to").items()}
+    assert found == {name: (tuple(one.shape), "bfloat16") for name, one in tensors.items()}

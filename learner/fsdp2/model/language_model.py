@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model, whole and in float32, and the ways packed rows go through it.
+"""A Hugging Face causal language model, in float32, and the ways packed rows go through it.
 
 Owns the choice of the way, by experiment and not by the model's name: packed tokens if the model's
 attention lets itself be replaced, else padded rows; hidden states times the output embedding if that
@@ -25,6 +25,7 @@ from learner.attention.rectangles import RectanglePieces
 from learner.checkpoint.pretrained import PretrainedTensors
 from learner.fsdp2.model import attention
 from learner.fsdp2.model.rows import Rows, lay_out_padded, lay_out_rows
+from learner.fsdp2.model.stored_weights import StoredWeights
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +51,8 @@ class Ways:
     head_sizes: frozenset[int]
 
 
-def load_model(folder: Path, *, with_output: bool = True) -> PreTrainedModel:
-    """Return the model of `folder` on the CPU in float32, in evaluation mode (no dropout).
+def load_model(folder: Path, *, with_output: bool = True) -> tuple[PreTrainedModel, StoredWeights]:
+    """Return the model of `folder`, in evaluation mode (no dropout) and without weights, and its weights.
 
     Args:
         folder: A Hugging Face model folder.
@@ -74,9 +75,8 @@ def load_model(folder: Path, *, with_output: bool = True) -> PreTrainedModel:
             f"{folder}: {error}", hint="fsdp2 runs what AutoModelForCausalLM of transformers can build"
         ) from error
     model.tie_weights()
-    _fill(model, PretrainedTensors(folder), model if with_output else model.base_model)
     model.eval()
-    return model
+    return model, StoredWeights(model, PretrainedTensors(folder), model if with_output else model.base_model)
 
 
 def find_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -86,8 +86,13 @@ def find_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 @torch.no_grad()
-def choose_ways(model: PreTrainedModel) -> Ways:
+def choose_ways(model: PreTrainedModel, weights: StoredWeights) -> Ways:
     """Run three short rows through the model in every way and return the fastest that is right."""
+    with weights.lent(find_layers(model)):
+        return _choose_ways(model)
+
+
+def _choose_ways(model: PreTrainedModel) -> Ways:
     generator = torch.Generator().manual_seed(0)
     num_entries = model.get_input_embeddings().weight.shape[0]
     tokens_N = torch.randint(0, num_entries, (sum(PROBE_LENGTHS),), generator=generator)
@@ -178,20 +183,3 @@ def _is_close(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
     if ours.shape != wanted.shape:
         return False
     return bool((ours - wanted).abs().max() <= PROBE_TOLERANCE * wanted.abs().max())
-
-
-def _fill(model: PreTrainedModel, tensors: PretrainedTensors, wanted: torch.nn.Module) -> None:
-    """Copy the stored tensors, one at a time, into the parameters and kept buffers of `wanted`."""
-    inside = {id(tensor) for tensor in (*wanted.parameters(), *wanted.buffers())}
-    kept = model.state_dict(keep_vars=True)
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
-    for name, target in (*model.named_parameters(), *buffers):  # tied parameters come once
-        if id(target) not in inside:
-            continue
-        stored = tensors.read(name)
-        if stored.shape != target.shape:
-            raise ConfigError(
-                f"'{name}' is stored as {tuple(stored.shape)}, the model has {tuple(target.shape)}",
-                hint="Its config.json describes another model",
-            )
-        target.data.copy_(stored)

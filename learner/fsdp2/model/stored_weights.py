@@ -1,0 +1,98 @@
+"""Weights of a Hugging Face model on disk, for a module that is built without them.
+
+transformers builds the module uninitialised: memory that nobody has written takes no room. Its layers hold
+their stored weights only while they compute, and once the module is cut each rank reads its rows of each
+tensor. Invariant: no rank ever holds more of the model than one layer, what is in no layer, and its shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from asyncrl.core.errors import ConfigError
+from learner.checkpoint.pretrained import PretrainedTensors
+from learner.fsdp2.sharding import ShardedParameter
+
+
+class StoredWeights:
+    """Stored tensors of the parameters of `wanted`, a part of `model`; its kept buffers are filled at once.
+
+    Raises:
+        ConfigError: The folder holds other tensors than the module has.
+    """
+
+    def __init__(self, model: PreTrainedModel, tensors: PretrainedTensors, wanted: torch.nn.Module) -> None:
+        inside = {id(tensor) for tensor in (*wanted.parameters(), *wanted.buffers())}
+        kept = model.state_dict(keep_vars=True)
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+        self._tensors = tensors
+        self._names: dict[torch.Tensor, str] = {}  # tied parameters come once
+        for name, target in (*model.named_parameters(), *buffers.items()):
+            if id(target) not in inside:
+                continue
+            stored = tensors.read(name)
+            if stored.shape != target.shape:
+                raise ConfigError(
+                    f"'{name}' is stored as {tuple(stored.shape)}, the model has {tuple(target.shape)}",
+                    hint="Its config.json describes another model",
+                )
+            if name in buffers:
+                target.copy_(stored)
+            else:
+                self._names[target] = name
+
+    @contextmanager
+    def lent(self, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """Let the model compute within the block; each of `layers` has its weights while it runs."""
+        in_layers = {parameter for layer in layers for parameter in layer.parameters()}
+        with ExitStack() as stack:
+            stack.enter_context(self._held([one for one in self._names if one not in in_layers]))
+            for layer in layers:
+                stack.enter_context(self._held_while_running(layer))
+            yield
+
+    @torch.no_grad()
+    def fill(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Read this rank's rows of the parameters that are stored."""
+        stored = set(self._names.values())
+        for parameter in parameters:
+            if parameter.name in stored:
+                shard = parameter.shard
+                rows = slice(parameter.start, parameter.start + len(shard))
+                shard.copy_(self._tensors.read(parameter.name)[rows])
+
+    @contextmanager
+    def _held(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        before = [(one, one.data) for one in parameters if one in self._names]
+        for one, _ in before:
+            one.data = self._tensors.read(self._names[one]).to(torch.float32, copy=True)
+        try:
+            yield
+        finally:
+            for one, untouched in before:
+                one.data = untouched
+
+    @contextmanager
+    def _held_while_running(self, layer: torch.nn.Module) -> Iterator[None]:
+        running = ExitStack()
+
+        def begin(*_: object) -> None:
+            running.enter_context(self._held(list(layer.parameters())))
+
+        def end(*_: object) -> None:
+            running.close()
+
+        hooks = [
+            layer.register_forward_pre_hook(begin),
+            layer.register_forward_hook(end, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            running.close()
+            for hook in hooks:
+                hook.remove()
