@@ -36,9 +36,10 @@ from benchmarks.weight_sync.peers.weights import NamedTensors, count_bytes, make
 from weight_sync.backends.contract import Group
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
 from weight_sync.backends.rendezvous import open_store
+from weight_sync.copies.pinned import BUFFER_BYTES
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import TensorSpec, plan
-from weight_sync.memory.parts import BUFFER_BYTES, Part, PartWriter
+from weight_sync.memory.parts import Part, PartWriter
 from weight_sync.memory.staging import view_tensor
 from weight_sync.memory.writer import WriteTimes, bytes_of
 
