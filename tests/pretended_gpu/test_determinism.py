@@ -10,7 +10,7 @@ import torch
 from asyncrl.core.variants import losses
 from learner.algorithms.losses.clipped import keep_second_moment
 from learner.batching.batch import build_batch
-from learner.numerics.compiled import CompiledOnGpu
+from learner.megatron.model.kernels import CompiledOnGpu
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_objective
 from tests.pretended_gpu.tensors import GPU, PretendedGpu, to_gpu

@@ -3,19 +3,54 @@
 Written out and not compiled, autograd would keep and copy more: halves that are cut apart in the forward
 pass are joined by a copy in the backward pass, and each step's result is a fresh tensor, whose pages cost a
 CPU more than the arithmetic. Owns no parameters. Invariant: values and gradients are those of the plain
-formula, up to rounding.
+formula, up to rounding. On a CPU, and under deterministic algorithms, where no timing may choose a kernel,
+nothing is compiled.
 
 Shapes: N positions, h heads, D head size, C half of it, F columns of gate and of up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from learner.numerics.autograd import SavedTensors
-from learner.numerics.compiled import CompiledOnGpu
+
+BACKEND = "inductor"
+OPTIONS: dict[str, str | int | bool | Callable[..., object]] | None = {"emulate_precision_casts": True}
+"""Of the compiler that is torch.compile's own."""
+
+
+class CompiledOnGpu:
+    """A function of tensors, the first of which has the device of all.
+
+    Example:
+        double = CompiledOnGpu(lambda x: x + x)
+        double(torch.ones(3))
+    """
+
+    def __init__(
+        self, formula: Callable[..., torch.Tensor], eager: Callable[..., torch.Tensor] | None = None
+    ) -> None:
+        """Take the formula to compile, and the form to run in its place where it is not compiled."""
+        self._formula, self._eager = formula, eager or formula
+        self._compiled: Callable[..., torch.Tensor] | None = None
+
+    def __call__(self, x: torch.Tensor, *others: object) -> torch.Tensor:
+        if x.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
+            return self._eager(x, *others)
+        return self.compiled(x, *others)
+
+    @property
+    def compiled(self) -> Callable[..., torch.Tensor]:
+        """The compiled formula, for any device; it is compiled when it is first called."""
+        if self._compiled is None:
+            # One kernel for all lengths: each microbatch has another.
+            self._compiled = torch.compile(self._formula, dynamic=True, backend=BACKEND, options=OPTIONS)
+        return self._compiled
 
 
 class GatedSilu(torch.autograd.Function):

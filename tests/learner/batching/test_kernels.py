@@ -15,7 +15,6 @@ from torch.nn import functional
 from learner.batching.batch import build_batch
 from learner.megatron.model import kernels
 from learner.megatron.model.kernels import GatedSilu, Rotate
-from learner.numerics import compiled
 from tests.learner.batching.compiled_kernels import LENGTHS, compare
 from tests.learner.parts.samples import make_groups, save_model
 from tests.learner.parts.training import open_backend
@@ -64,7 +63,8 @@ ROUNDING = {"float32": 1e-6, "bfloat16": 2.0**-7}
 
 def test_a_compiled_kernel_gives_what_the_eager_one_does_and_is_made_once_for_all_lengths(monkeypatch):
     """A length of one position takes a graph of its own, so does a norm of heads beside that of layers."""
-    monkeypatch.setattr(compiled, "COMPILER", {**compiled.COMPILER, "options": None, "backend": "eager"})
+    monkeypatch.setattr(kernels, "BACKEND", "eager")
+    monkeypatch.setattr(kernels, "OPTIONS", None)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     with torch._dynamo.config.patch(disable=False):
         errors, graphs = compare(torch.float32, LENGTHS[:6])

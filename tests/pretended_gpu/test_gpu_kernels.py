@@ -1,4 +1,4 @@
-"""Attention of padded rows on a pretended GPU: never by cuDNN, which plans each new shape."""
+"""Kernels on a pretended GPU: padded attention never by cuDNN, which plans each new shape; gradients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from learner.attention.pieces import whole_rows
 from learner.attention.rectangles import RectanglePieces
+from learner.megatron.optimizer import add_weight_gradient
 from tests.pretended_gpu.tensors import GPU, PretendedGpu, to_gpu
 
 
@@ -31,3 +32,21 @@ def test_cudnn_is_asked_on_the_cpu_alone(monkeypatch: pytest.MonkeyPatch, is_on_
             found = layout.to(GPU).attend(on_gpu, on_gpu, on_gpu, None)
             torch.testing.assert_close(found.cpu(), alone)
     assert is_cudnn_allowed == [not is_on_gpu] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_product_of_a_gradient_is_added_in_float32(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    generator = torch.Generator().manual_seed(0)
+    inputs_NI, gradient_NO = (torch.randn(40, size, generator=generator).to(dtype) for size in (8, 6))
+    total_OI = torch.randn(6, 8, generator=generator)
+    wanted_OI = total_OI + gradient_NO.T.float() @ inputs_NI.float()
+    with PretendedGpu():
+        on_gpu = to_gpu(total_OI.clone())
+        add_weight_gradient(to_gpu(inputs_NI), to_gpu(gradient_NO), on_gpu)
+        found_OI = on_gpu.cpu()
+    torch.testing.assert_close(found_OI, wanted_OI, rtol=1e-6, atol=1e-5)
+    rounded_OI = total_OI + (gradient_NO.T @ inputs_NI).float()
+    assert (dtype is torch.float32) == torch.allclose(found_OI, rounded_OI, rtol=1e-6, atol=1e-5)
