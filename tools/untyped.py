@@ -14,7 +14,7 @@ from pathlib import Path
 
 MAXIMA: Mapping[str, int] = {
     "asyncrl": 82,
-    "learner": 9,
+    "learner": 8,
     "rollout_service": 1,
     "weight_sync": 10,
 }

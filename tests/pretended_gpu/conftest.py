@@ -10,9 +10,9 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before torch: Megatron woul
 import pytest
 import torch
 
-from tests.pretended_gpu import cuda
-from tests.pretended_gpu.streams import STREAMS
-from tests.pretended_gpu.tensors import WAITS, PretendedGpu
+from tests.pretended_gpu.device import cuda
+from tests.pretended_gpu.device.streams import STREAMS
+from tests.pretended_gpu.device.tensors import WAITS, PretendedGpu
 
 
 @pytest.fixture

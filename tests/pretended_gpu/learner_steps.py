@@ -29,7 +29,7 @@ def run(model: Path, dtype: str, folder: Path, gpus: int, kernels: str = "auto")
     from learner.batching.batch import build_batch
     from tests.learner.parts.samples import make_groups
     from tests.learner.parts.training import open_backend, open_objective, prepare_step, train
-    from tests.pretended_gpu.tensors import WAITS
+    from tests.pretended_gpu.device.tensors import WAITS
 
     options = {"dtype": dtype, "gpus": gpus, "kernels": kernels, "max_tokens_per_microbatch": MAX_TOKENS}
     backend = open_backend(model, **options)
@@ -98,9 +98,9 @@ def assert_is_published(found: dict[str, Any]) -> None:
 def main() -> None:
     model, output, *asked = sys.argv[1:]
     from learner.numerics.device import claim_device
-    from tests.pretended_gpu import cuda
-    from tests.pretended_gpu import transformer_engine_stand_in as stand_in
-    from tests.pretended_gpu.tensors import PretendedGpu
+    from tests.pretended_gpu.device import cuda
+    from tests.pretended_gpu.device import transformer_engine_stand_in as stand_in
+    from tests.pretended_gpu.device.tensors import PretendedGpu
 
     cuda.install()
     if any(":te" in one for one in asked):

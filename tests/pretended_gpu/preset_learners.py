@@ -63,8 +63,8 @@ def run(model: Path, section: LearnerSection, dtype: str) -> dict[str, Any]:
 
 def main() -> None:
     model, output = map(Path, sys.argv[1:])
-    from tests.pretended_gpu import cuda
-    from tests.pretended_gpu.tensors import PretendedGpu
+    from tests.pretended_gpu.device import cuda
+    from tests.pretended_gpu.device.tensors import PretendedGpu
 
     cuda.install()
     for index, (section, dtype) in enumerate(learners().values()):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from learner.checkpoint.snapshot import HostCopies
-from tests.pretended_gpu import cuda, tensors
-from tests.pretended_gpu.streams import ReusedTooEarly
-from tests.pretended_gpu.tensors import GPU, WAITS, to_gpu
+from tests.pretended_gpu.device import cuda, tensors
+from tests.pretended_gpu.device.streams import ReusedTooEarly
+from tests.pretended_gpu.device.tensors import GPU, WAITS, to_gpu
 from weight_sync.copies.pinned import Copy, PinnedPipeline
 from weight_sync.copies.to_gpu import PinnedCopies, pieces
 

@@ -13,7 +13,7 @@ from learner.batching.batch import build_batch
 from learner.megatron.model.kernels import CompiledOnGpu
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_objective
-from tests.pretended_gpu.tensors import GPU, PretendedGpu, to_gpu
+from tests.pretended_gpu.device.tensors import GPU, PretendedGpu, to_gpu
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.pretended_gpu.tensors import GPU, WAITS, GpuTensor, MixedDevices, to_gpu
+from tests.pretended_gpu.device.tensors import GPU, WAITS, GpuTensor, MixedDevices, to_gpu
 
 pytestmark = pytest.mark.usefixtures("gpu")
 

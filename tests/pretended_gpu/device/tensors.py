@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.pretended_gpu.streams import STREAMS
+from tests.pretended_gpu.device.streams import STREAMS
 
 GPU = torch.device("cuda", 0)
 _UNDERNEATH = torch.device("meta")

@@ -18,8 +18,8 @@ import torch
 from learner.attention import varlen
 from learner.numerics import device
 from tests.learner.attention import reference
-from tests.pretended_gpu.streams import STREAMS
-from tests.pretended_gpu.tensors import GPU, note_wait, pin, unpin, within_kernel
+from tests.pretended_gpu.device.streams import STREAMS
+from tests.pretended_gpu.device.tensors import GPU, note_wait, pin, unpin, within_kernel
 
 VARLEN_CALLS: Counter[str] = Counter()
 """Calls of the stand-in for the variable-length kernel."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from tests.learner.attention import reference
-from tests.pretended_gpu.tensors import within_kernel
+from tests.pretended_gpu.device.tensors import within_kernel
 
 MADE: list[tuple[str, dict[str, Any]]] = []
 """Class and arguments of each layer, in the order in which they were made."""
