@@ -96,7 +96,7 @@ def test_the_weight_of_a_fused_norm_is_a_norm_s_in_a_model_folder_and_not_cut(
 def test_a_learner_s_step_on_a_stand_in_for_transformer_engine_is_that_of_torch_s_kernels(
     tmp_path: Path, kind: str
 ) -> None:
-    """Updates, resume, export and publish to the bit; and each family's step on the GPU is that of the CPU.
+    """Weights after updates and resume, exported and published, to the bit; and torch's step is the CPU's.
 
     `auto` is torch, though the process can import the stand-in.
     """
@@ -116,7 +116,8 @@ def test_a_learner_s_step_on_a_stand_in_for_transformer_engine_is_that_of_torch_
     }
     assert all((one["format"], one["mask"]) == ("thd", "padding_causal") for one in ours["te"]["calls"])
     for part in ("metrics", "rolled back", "resumed"):
-        assert ours[part] == torchs[part]
+        for one, other in zip(ours[part], torchs[part], strict=True):
+            assert one == pytest.approx(other, rel=1e-6)  # a norm adds up tensors in their order
     for part in ("logprobs", "exported"):
         assert len(ours[part]) == len(torchs[part])
     for one, other in zip(ours["logprobs"], torchs["logprobs"], strict=True):
