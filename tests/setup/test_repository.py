@@ -94,7 +94,7 @@ def test_a_wheel_holds_the_configurations_and_every_package(tmp_path):
     imported = {found for name in ours for found in IMPORT.findall(Path(name).read_text())}
     assert {one.split(".")[1] for one in imported if "." in one} <= {"harness", "calibration"}
     kept = [path for package in PACKAGES for path in Path(package).rglob("*.*") if path.is_file()]
-    data = {str(path) for path in kept if path.suffix not in (".py", ".pyc") and is_in_a_package(path)}
+    data = {str(path) for path in kept if path.suffix not in (".py", ".pyc", ".md") and is_in_a_package(path)}
     assert {"configs/schema.json", "asyncrl/page/page.js"} <= data <= names
 
 
