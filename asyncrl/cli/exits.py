@@ -51,7 +51,7 @@ def message_of_absent(error: ModuleNotFoundError) -> str:
     package = (error.name or "").partition(".")[0]
     extras = "train,cpu] or asyncrl[train,gpu" if package == "vllm" else "train"
     hint = f"Install asyncrl[{extras}], or 'make setup' in a checkout"
-    return f"asyncrl: this needs {package}, which is not installed here. {hint}" if package in EXTRA else ""
+    return f"asyncrl: the package {package} is not installed here. {hint}" if package in EXTRA else ""
 
 
 def need(*packages: str) -> None:

@@ -103,8 +103,8 @@ def setting_of_rows(config: Config, rows: Sequence[Row]) -> Setting:
     lengths = lengths_of_rows(rows, rows_per_step, config.rollout.max_tokens)
     found = Setting.of(config, lengths, prompt_tokens=prompt_tokens_of_rows(rows))
     replicas = round(fmean(row.get("perf/rollout_replicas", found.replicas) for row in rows))
-    uniform = zero_variance_share(rows, config.learner.groups_per_step)
-    return replace(found, replicas=max(1, replicas), zero_variance_share=uniform)
+    share = zero_variance_share(rows, config.learner.groups_per_step)
+    return replace(found, replicas=max(1, replicas), zero_variance_share=share)
 
 
 def rates_of_run(config: Config, rows: Sequence[Row], base: Rates | None = None) -> tuple[Rates, Setting]:

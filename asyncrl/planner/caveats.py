@@ -60,7 +60,7 @@ def _find_in_rollout(config: Config, setting: Setting, rates: Rates) -> Iterator
 
 def _price_recomputation(setting: Setting, rates: Rates) -> str:
     """Return the caveat with tokens and seconds of one swap, where the time of a prompt's token is known."""
-    what = "rollout.kv_cache recompute: what a swap lets engines compute again of running answers"
+    what = "rollout.kv_cache recompute: KV cache of running answers that engines recompute at each swap"
     if not rates.prefill_s_per_token:
         return what
     running = min(setting.max_sequences, setting.max_groups * setting.num_samples)

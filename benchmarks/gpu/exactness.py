@@ -56,7 +56,7 @@ def measure_replay(work: Work) -> Row:
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
         model, run = Path(name, "model"), Path(name, "run")
         save_model(model, work.model, work.dtype)
-        config = make_config(model, work, gpus=int(torch.cuda.is_available()), lr=LR)
+        config = make_config(model, work, int(torch.cuda.is_available()), lr=LR, deterministic="true")
         batch_store = record(run, config, work)
         take_over(batch_store, replay_run(str(run), name))
         again = replay_run(str(run), name)

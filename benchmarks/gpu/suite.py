@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from asyncrl.core.errors import DataError
 from benchmarks.gpu.frame import NO_GPU, table
 from benchmarks.harness.children import run_child
@@ -34,6 +36,8 @@ LAST_LINES = 8
 ROOT = Path(__file__).parents[2]
 GPU, GPUS, PLUGIN = "a GPU", "two GPUs", "asyncrl's plug-in of vLLM"
 MEGATRON = "megatron.core"
+LARGE_HOST = "150 GB of main memory"
+"""16 bytes for each of 8.2 G weights: `megatron` would have the optimizer on the GPU in an update."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Part:
         command: Module and arguments.
         gpu_s, dry_s: Time that it should take on an H100 (estimated: it has not run on one), and with tiny
             sizes on two cores (measured). It is ended after three times that and a minute.
-        needs: Modules, or one of `GPU`, `GPUS` and `PLUGIN`.
+        needs: Modules, or one of `GPU`, `GPUS`, `LARGE_HOST` and `PLUGIN`.
     """
 
     name: str
@@ -76,8 +80,11 @@ PARTS = (
     ),
     _learner("learner_1.7B_fsdp2", 90, "--model", "1.7B", "--backend", "fsdp2", "--updates", "3"),
     _learner("learner_4B", 120, "--model", "4B", "--recompute", "full", "--updates", "3"),
-    _learner(
-        "learner_8B_offload", 240, "--model", "8B", "--recompute", "full", "--offload", "--updates", "2"
+    Part(
+        "learner_8B_offload",
+        ("benchmarks.gpu.learner", "--model", "8B", "--backend", "fsdp2", "--recompute", "full", "--offload",
+         "--updates", "2"),
+        240, 12, (GPU, LARGE_HOST, MEGATRON, "transformers"),
     ),
 )  # fmt: skip
 """In the order in which they run."""
@@ -99,12 +106,15 @@ class Machine:
     """What parts need, by name: a reason for its absence, "" for what is there."""
 
     num_gpus: int
+    host_bytes: int = 1 << 40
 
     def find_missing(self, part: Part) -> str:
         """Return why the part cannot run here, "" if it can."""
         return next(filter(None, map(self._explain, part.needs)), "")
 
     def _explain(self, need: str) -> str:
+        if need == LARGE_HOST:
+            return "" if self.host_bytes >= 150e9 else f"this machine does not have {need}"
         if need in (GPU, GPUS):
             return "" if self.num_gpus >= (2 if need == GPUS else 1) else f"this machine does not have {need}"
         return "" if (has_plugin() if need == PLUGIN else is_installed(need)) else f"{need} is not installed"
@@ -135,7 +145,8 @@ def main(arguments: Sequence[str]) -> int:
     end_on_sigterm()  # the part that runs must not outlive this
     parts = [part for part in PARTS if part.name in given.only]
     results: list[Result] = []
-    for result in run_all(parts, Machine(num_gpus), 60 * given.minutes, is_dry=is_dry):
+    machine = Machine(num_gpus, 1 << 40 if is_dry else psutil.virtual_memory().total)
+    for result in run_all(parts, machine, 60 * given.minutes, is_dry=is_dry):
         results.append(result)
         print(
             describe(result),

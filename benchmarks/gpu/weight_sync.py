@@ -5,7 +5,7 @@ library would do it; as the learner does it, through two pinned buffers into a m
 the device and copied into pinned memory in buckets, which is the bus alone. The export's copies without its
 digests (`export_bounced`) are judged. The digest alone and while the
 next bucket is copied; one member's share of a broadcast over gloo. A load of the segment's tensors one by
-one, as the engine does it, and through two pinned buffers, against pinned memory; and into another process's
+one, and through two pinned buffers, as the engine does it, against pinned memory; and into another process's
 tensors over CUDA IPC, against the same load from host memory.
 `--quick` checks the logic on a CPU (gloo, shared memory); its figures say nothing. Not run on a GPU.
 """
@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -36,7 +37,8 @@ from benchmarks.weight_sync.peers.weights import NamedTensors, count_bytes, make
 from weight_sync.backends.contract import Group
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
 from weight_sync.backends.rendezvous import open_store
-from weight_sync.copies.pinned import BUFFER_BYTES
+from weight_sync.copies.pinned import BUFFER_BYTES, PinnedPipeline
+from weight_sync.copies.to_gpu import PinnedCopies
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import TensorSpec, plan
 from weight_sync.memory.parts import Part, PartWriter
@@ -71,8 +73,8 @@ def measure(device: torch.device, num_bytes: int, bucket_bytes: int) -> Row:
         "copy_to_host_pinned": packing.copy,
         "digest": packing.digest,
         "copy_and_digest_at_once": packing.copy_and_digest,
-        "load_as_engine": segment.load,
-        "load_bounced": segment.load_bounced,
+        "load_by_tensor": segment.load,
+        "load_as_engine": segment.load_as_engine,
         "copy_to_device_pinned": packing.copy_back,
     }
     seconds = {name: time_turns(stretch, NUM_TURNS) for name, stretch in stretches.items()}
@@ -125,10 +127,7 @@ class Segment:
         ]
         self._writer = PartWriter(layout, parts)
         self.copy_s: list[float] = []
-        self._is_on_gpu = self._own[0].is_cuda
-        self._pinned = [
-            torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=self._is_on_gpu) for _ in range(2)
-        ]
+        self._pipeline = PinnedPipeline(BUFFER_BYTES) if self._own[0].is_cuda else None
 
     def export(self) -> None:
         """Write all parts, with the digests of their buckets; keep the seconds of the copies alone."""
@@ -141,25 +140,10 @@ class Segment:
         for own, tensor in zip(self._own, self._on_host, strict=True):
             own.copy_(tensor)
 
-    def load_bounced(self) -> None:
-        """Copy through two pinned buffers: the host fills one while the device empties the other."""
-        pieces = (
-            (own_piece, piece)
-            for own, tensor in zip(self._own, self._on_host, strict=True)
-            for own_piece, piece in zip(
-                own.view(-1).split(BUFFER_BYTES // 2), tensor.view(-1).split(BUFFER_BYTES // 2), strict=True
-            )
-        )
-        emptied: list[torch.cuda.Event | None] = [None, None]
-        for index, (own, piece) in enumerate(pieces):
-            turn = index % 2
-            if (event := emptied[turn]) is not None:
-                event.synchronize()
-            staged = self._pinned[turn][: piece.nbytes].view(piece.dtype)
-            own.copy_(staged.copy_(piece), non_blocking=True)
-            if self._is_on_gpu:
-                emptied[turn] = event = torch.cuda.Event()
-                event.record()
+    def load_as_engine(self) -> None:
+        """Copy each tensor as vLLM's workers do on a GPU: through two pinned buffers."""
+        with nullcontext() if self._pipeline is None else PinnedCopies(self._pipeline):
+            self.load()
 
     def is_exact(self) -> bool:
         """Tell whether the device got back what it gave."""

@@ -105,8 +105,8 @@ class HostCopies:
         is_cuda = any(tensor.is_cuda for tensor in wanted)
         if self._buffer is None:
             self._buffer = torch.empty(sum(sizes), dtype=torch.float32)
-            if is_cuda and len(self._buffer):
-                weakref.finalize(self, _unregister, _register(self._buffer)).atexit = False
+            if is_cuda and len(self._buffer) and _is_registered(self._buffer):
+                weakref.finalize(self, _unregister, self._buffer).atexit = False
         assert len(self._buffer) == sum(sizes), "the state of a rank does not change its shape"
         copies = list(self._buffer.split(sizes))
         for copy, tensor in zip(copies, wanted, strict=True):
@@ -116,16 +116,19 @@ class HostCopies:
         return copies
 
 
-def _register(buffer: torch.Tensor) -> torch.Tensor:
-    """Pin the memory of `buffer`, so that a GPU copies into it at the bus's rate."""
+def _is_registered(buffer: torch.Tensor) -> bool:
+    """Pin the memory of `buffer`, so that a GPU copies into it at the bus's rate; return whether it is."""
     code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-    if int(code):
-        log.warning("copies for checkpoints are slow: %d bytes cannot be pinned (%s)", buffer.nbytes, code)
-    return buffer
+    if not int(code):
+        return True
+    log.warning("copies for checkpoints are slow: %d bytes cannot be pinned (%s)", buffer.nbytes, code)
+    with contextlib.suppress(RuntimeError):  # CUDA keeps the error for whoever launches the next kernel
+        torch.zeros(1, device="cuda")
+    return False
 
 
 def _unregister(buffer: torch.Tensor) -> None:
-    """Let go of memory that `_register` pinned, before it is freed."""
+    """Let go of memory that `_is_registered` pinned, before it is freed."""
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
 

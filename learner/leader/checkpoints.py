@@ -78,7 +78,7 @@ class CheckpointManager:
 
     @property
     def oldest_kept_step(self) -> int:
-        """The oldest step to go back to: 0, the model of the start, until as many are kept as may be."""
+        """Oldest step to roll back to: 0 (the initial model) until `checkpoint.keep` are kept."""
         is_full = len(self._commits) >= self._section.keep
         return min(commit.step for commit in self._commits) if is_full else 0
 
@@ -106,7 +106,7 @@ class CheckpointManager:
         if not unknown:
             return []
         which = f"step{'s'[: len(unknown) > 1]} {', '.join(map(str, unknown))}"
-        why = "they were not committed, or it has lost that since"
+        why = "not committed, or the journal lost the commits"
         return [f"the journal does not know the checkpoints of {which} in {self._store.root}: {why}"]
 
     def state(self, commit: Commit | None, name: str) -> Mapping[str, float]:
@@ -114,7 +114,7 @@ class CheckpointManager:
         return self._store.cut(commit.step).controllers.get(name, {}) if commit else {}
 
     def stand_at(self, commit: Commit | None) -> None:
-        """Forget what is later than `commit`: of a branch that ends there, or it cannot be loaded."""
+        """Forget checkpoints after `commit`: an abandoned branch, or files that cannot be loaded."""
         step = commit.step if commit else 0
         self._commits = [known for known in self._commits if known.step <= step]
         self._written_step = step if commit else -1

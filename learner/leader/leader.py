@@ -32,7 +32,7 @@ from weight_sync.publisher_client import PublisherClient
 log = logging.getLogger(__name__)
 
 PAUSED_WAIT_S = 0.5
-"""For which the ranks stand still between two orders of a learner that is paused, if nobody calls."""
+"""Longest sleep of a paused leader before it gives the next order."""
 
 
 class Leader:
@@ -157,7 +157,7 @@ class Leader:
                 raise
             raise ConfigError(
                 f"no checkpoint that the journal knows can be loaded: {'; '.join(refused)}",
-                hint="The groups before them are gone: put one back, or choose another run.name",
+                hint="Restore one of these checkpoints, or choose another run.name",
             ) from error
 
     def _stand_at(self, commit: Commit | None) -> Iterator[Order]:

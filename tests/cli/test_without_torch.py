@@ -81,7 +81,7 @@ def test_a_command_that_needs_a_run_s_packages_says_what_to_install(
         (place / "runs" / "told" / "checkpoints").mkdir()
     done = call(place, *words)
     assert done.returncode == 1
-    assert "which is not installed here. Install asyncrl[train]" in done.stderr, done.stderr
+    assert "is not installed here. Install asyncrl[train]" in done.stderr, done.stderr
     assert "defect" not in done.stderr and not (place / "runs" / "cluster").exists()
 
 

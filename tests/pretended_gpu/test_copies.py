@@ -137,7 +137,11 @@ def test_memory_that_cannot_be_pinned_is_told_and_the_copies_are_right(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cuda.Runtime, "cudaHostRegister", lambda *_: 2)
-    monkeypatch.setattr(cuda.Runtime, "cudaHostUnregister", lambda *_: 2)
-    (copy,) = HostCopies().take([to_gpu(values(4))])
+    let_go: list[int] = []
+    monkeypatch.setattr(cuda.Runtime, "cudaHostUnregister", lambda _, place: let_go.append(place))
+    copies = HostCopies()
+    (copy,) = copies.take([to_gpu(values(4))])
     assert torch.equal(copy, values(4))
+    del copies, copy
+    assert not let_go, "nothing was pinned"
     assert "16 bytes cannot be pinned (2)" in caplog.text

@@ -18,7 +18,7 @@ from weight_sync.copies.pinned import Copy, PinnedPipeline
 
 
 class PinnedCopies(TorchDispatchMode):
-    """Within it, what copies a tensor of the host into one of the GPU is sent through `pipeline`.
+    """Dispatch mode that routes copies from host tensors to GPU tensors through `pipeline`.
 
     Example:
         with PinnedCopies(PinnedPipeline(BUFFER_BYTES)):

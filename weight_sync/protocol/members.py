@@ -131,7 +131,7 @@ class Member:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether a receiver with two staging segments has one free (see `receiver.py`)."""
+        """Whether a receiver with two staging segments has one free (see `StagingArea`)."""
         return self.staging is None and (self.staged is None or self.swapping is None)
 
     @property

@@ -186,7 +186,7 @@ class ReceiverService:
             case Reset():
                 self._rounds.abort_all()
             case _:
-                raise WireError(f"the order '{order.kind}' is none for a receiver")
+                raise WireError(f"a receiver does not take the order '{order.kind}'")
 
     def _commit(self, number: int) -> None:
         fault_point("receiver.commit", number)

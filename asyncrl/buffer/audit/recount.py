@@ -195,7 +195,7 @@ class Recount:
             row.state = "leased"
 
     def _store(self, event: ev.Stored) -> None:
-        row = self._row(event.ticket, ("leased",), "partial")
+        row = self._row(event.ticket, ("leased",), "stored")
         if row is not None:
             row.state, row.num_tokens, row.versions = "stored", event.num_tokens, event.versions
 

@@ -22,8 +22,8 @@ class Benchmark:
 
     Attributes:
         module: Of `benchmarks`, with a `main(arguments) -> exit code` that reads its own arguments.
-        in_all: `asyncrl bench all` runs it with --quick too, only without, or never; none: it measures
-            nothing, or what another one does.
+        in_all: quick: `asyncrl bench all` always runs it; whole: only without --quick; never; none: it
+            measures nothing, or is an alias.
     """
 
     module: str
@@ -105,7 +105,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "plot": Benchmark("reports.pictures", "Draw a file of rows as a PNG.", "none"),
     "sync": Benchmark("weight_sync.rounds", "As weight_sync.", "none"),
 }
-"""By command, in the order in which `asyncrl bench all` runs them: of what a minute of them tells."""
+"""By command, in the order of `asyncrl bench all`: most information per minute first."""
 
 
 def _main_of(name: str) -> Callable[[Sequence[str]], int]:

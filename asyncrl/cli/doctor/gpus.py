@@ -84,7 +84,7 @@ def check_presets(machine: Machine | None = None) -> Iterator[Finding]:
 
     there = machine or Machine(count_gpus(), capacity.measure())
     if not there.num_gpus:
-        yield Finding("presets", "ok", "quickstart runs here; those for GPUs do not")
+        yield Finding("presets", "ok", "quickstart runs here; the presets for GPUs do not")
         return
     for name, path in shipped().items():
         config = load_config(path)

@@ -232,7 +232,8 @@ def _setting_of_file(config: Config, values: dict[str, Any]) -> Setting:
         sigma = _number_of(found, "sigma", 0.0, MAX_SIGMA)
         lengths = LengthsModel(sigma, _number_of(found, "median_tokens", LEAST_MEDIAN, math.inf))
     prompt_tokens = _number_of({"prompt_tokens": 0.0} | values, "prompt_tokens", 0.0, math.inf)
-    share = _number_of({"zero_variance_share": 0.0} | values, "zero_variance_share", 0.0, MAX_ZERO_VARIANCE)
+    older = values.get("uniform_share", 0.0)  # its name in files of an older asyncrl
+    share = _number_of({"zero_variance_share": older} | values, "zero_variance_share", 0.0, MAX_ZERO_VARIANCE)
     return replace(Setting.of(config, lengths, prompt_tokens=prompt_tokens), zero_variance_share=share)
 
 

@@ -105,6 +105,6 @@ def _describe_down(unit: Unit, machine: FleetMachine) -> ServiceStatus:
     if not unit.is_retired:
         return ServiceStatus(state=ServiceState.DEAD, error=unit.last_reason)
     back_in_s = max(0.0, (unit.due or 0.0) - machine.lived)
-    why = f"{unit.last_reason}; it is retired, its restarts being spent, and started again in "
+    why = f"{unit.last_reason}; retired, with no restarts left; started again in "
     why += f"{back_in_s:.0f} s, or by 'asyncrl scale rollout={machine.wanted}'"
     return ServiceStatus(state=ServiceState.RETIRED, error=unit.last_reason, failure=why)

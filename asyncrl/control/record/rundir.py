@@ -51,8 +51,12 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """The configuration as it was submitted, before models and data were fetched. Mode 0600."""
-        return self.path / "config.yaml"
+        """The configuration as it was submitted, before models and data were fetched. Mode 0600.
+
+        `asked.yaml` in a run of an older asyncrl.
+        """
+        older = self.path / "asked.yaml"
+        return older if older.exists() else self.path / "config.yaml"
 
     @property
     def phase(self) -> Path:

@@ -18,11 +18,14 @@ from pathlib import Path
 from asyncrl.core.errors import DataError
 from asyncrl.core.files.durable import append_lines
 from asyncrl.core.metrics.metric import Row
+from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 
 log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 << 20
 """About 2,200 rows; compressing them takes 0.3 s."""
+_OLD_FIRST = "training/is_first_of_life"
+"""`FIRST_AFTER_START` in rows of an older asyncrl."""
 TAIL_BYTES = 1 << 16
 """Of a file of rows: the newest dozen."""
 
@@ -174,6 +177,8 @@ def _read_row(line: str, place: str) -> Row:
     if not isinstance(found, dict) or not isinstance(found.get("training/global_step"), int | float):
         raise _no_row(place, "it has no number 'training/global_step'")
     row: Row = found
+    if _OLD_FIRST in row:
+        row[FIRST_AFTER_START] = row.pop(_OLD_FIRST)
     return row
 
 

@@ -30,7 +30,7 @@ from asyncrl.core.errors import ConfigError, UnknownRun
 
 REPAIR_ROUNDS = 4
 OPTION = "--set "
-WRITTEN_BY_RUNS = ("resolved.yaml", "config.yaml")
+WRITTEN_BY_RUNS = ("resolved.yaml", "asked.yaml")
 """Files that runs write. One without a `format` key was written before that key existed."""
 
 

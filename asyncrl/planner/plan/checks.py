@@ -39,7 +39,7 @@ def find_unchecked(config: Config) -> Iterator[str]:
         if path is None or Path(path, "config.json").exists():
             continue
         if find_table(path) is not None:
-            yield f"{key}: '{path}' is fetched at `up`; until then its stored dimensions are taken for it"
+            yield f"{key}: '{path}' is fetched at `up`; until then the stored dimensions are used"
             continue
         when = "made" if is_builtin(path) else "fetched"
         yield f"{key}: '{path}' is {when} at `up`; its architecture, its cuts and its memory are checked then"

@@ -57,8 +57,15 @@ class StoredWeights:
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Read this rank's rows of the parameters that are stored."""
+        """Read this rank's rows of the parameters that are stored.
+
+        Raises:
+            AssertionError: A stored tensor belongs to none of them: its parameter would keep whatever the
+                memory held.
+        """
         stored = set(self._names.values())
+        unread = stored - {parameter.name for parameter in parameters}
+        assert not unread, f"no parameter is called {', '.join(sorted(unread))}"
         for parameter in parameters:
             if parameter.name in stored:
                 shard = parameter.shard

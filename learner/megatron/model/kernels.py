@@ -14,11 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch._dynamo as dynamo
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from learner.numerics.autograd import SavedTensors
 
+GRAPHS = 32
+"""Of one formula: by width, by one position or more, by whether gradients are wanted, by frozen weights.
+Beyond torch's own limit of 8 the plain formula would run, slowly."""
 BACKEND = "inductor"
 OPTIONS: dict[str, str | int | bool | Callable[..., object]] | None = {"emulate_precision_casts": True}
 """Of the compiler that is torch.compile's own."""
@@ -48,6 +52,7 @@ class CompiledOnGpu:
     def compiled(self) -> Callable[..., torch.Tensor]:
         """The compiled formula, for any device; it is compiled when it is first called."""
         if self._compiled is None:
+            dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, GRAPHS)
             # One kernel for all lengths: each microbatch has another.
             self._compiled = torch.compile(self._formula, dynamic=True, backend=BACKEND, options=OPTIONS)
         return self._compiled

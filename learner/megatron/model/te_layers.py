@@ -64,7 +64,7 @@ def _find_problems(
             ("Install 'transformer-engine[pytorch]' for this CUDA on every node of the learner"),
         )
     if config.cp > 1:
-        yield f"learner.cp is {config.cp}: it cuts rows otherwise than the learner does", "Set learner.cp: 1"
+        yield f"learner.cp is {config.cp}: TransformerEngine splits rows differently", "Set learner.cp: 1"
     if not varlen.can_run(device, dtype, [head_size]):
         yield (
             f"its attention on packed rows does not take {dtype} with heads of {head_size} here",

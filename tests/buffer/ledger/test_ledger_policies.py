@@ -358,6 +358,9 @@ def test_a_snapshot_with_the_names_of_an_older_asyncrl_is_the_same_ledger() -> N
     assert second.attempt == 1 and b"uniform" in msgpack.packb(old) and b"partial" not in msgpack.packb(old)
     again = Ledger.replay(run.ledger.settings, [], old)
     assert again.state.as_values() == run.state.as_values()
+    old["mappings"]["folded_dropped"] = [["zero_std", 2], ["uniform", 3]]
+    again = Ledger.replay(run.ledger.settings, [], old)
+    assert again.state.folded_dropped == {"zero_variance": 5}, "two older names of one reason"
 
 
 @pytest.mark.parametrize("damage", ["version", "fields", "row", "row's fields"])

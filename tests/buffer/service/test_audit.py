@@ -59,6 +59,12 @@ def test_a_ticket_that_vanishes_is_found():
     assert "S1" in laws_broken_by(events)
 
 
+def test_a_group_of_a_ticket_that_is_not_leased_is_called_what_it_is():
+    _, events = make_past()
+    del events[index_of(events, ev.Leased)]
+    assert "is stored while it is issued" in str(recount(events).conclude()[0])
+
+
 def test_a_prompt_that_is_drawn_twice_is_found():
     _, events = make_past()
     first = events[index_of(events, ev.Issued)]

@@ -244,7 +244,9 @@ def test_a_learner_whose_checkpoints_are_all_gone_is_not_started_again(
     folder: RunDir, client: LearnerClient
 ) -> None:
     leader = open_leader(client, folder, "elsewhere")
-    with pytest.raises(ConfigError, match=r"step 3 is torn: .*is missing; step 1 is torn.*put one back"):
+    with pytest.raises(
+        ConfigError, match=r"step 3 is torn: .*is missing; step 1 is torn.*Restore one of these"
+    ):
         next(leader.orders(ThreadEvent()))
     assert leader.torn == [], "it goes on from nowhere"
 

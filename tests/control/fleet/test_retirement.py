@@ -32,7 +32,7 @@ def test_a_replica_that_dies_once_too_often_is_retired_and_shown_so_until_it_is_
     assert not any(one.blocks for one in gather(statuses)), "the other one works"
     (told,) = [one for one in gather(statuses) if one.service == "rollout.1"]
     assert told.reason == (
-        "gone: it was killed; it is retired, its restarts being spent, and started again in 120 s, "
+        "gone: it was killed; retired, with no restarts left; started again in 120 s, "
         "or by 'asyncrl scale rollout=2'"
     )
     run.launcher.gone.add("rollout.0")

@@ -20,6 +20,7 @@ from asyncrl.control.rows.row_files import (
     remove_rows,
 )
 from asyncrl.core.errors import DataError
+from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 from tests.threads import RUNTIME
 
 STEP = "training/global_step"
@@ -44,6 +45,11 @@ def steps_of(path: Path) -> list[int]:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "metrics.jsonl"
+
+
+def test_a_row_of_an_older_asyncrl_tells_a_start_by_todays_name(path: Path) -> None:
+    path.write_text(line(1, **{"training/is_first_of_life": 1.0}) + line(2, **{FIRST_AFTER_START: 0.0}))
+    assert [row[FIRST_AFTER_START] for row in load_rows(path)] == [1.0, 0.0]
 
 
 def test_a_long_record_is_compressed_and_no_row_is_lost(path: Path) -> None:

@@ -17,6 +17,12 @@ def folder(tmp_path: Path) -> RunDir:
     return folder
 
 
+def test_a_run_of_an_older_asyncrl_keeps_its_submitted_configuration(folder: RunDir) -> None:
+    assert folder.config.name == "config.yaml"
+    (folder.path / "asked.yaml").write_text("")
+    assert folder.config.name == "asked.yaml"
+
+
 def test_the_tail_of_a_log_is_of_this_life_of_the_run(folder: RunDir) -> None:
     write_json(folder.live, {"run_id": "a", "log_sizes": folder.log_sizes()})
     assert folder.tail("head.0") == []

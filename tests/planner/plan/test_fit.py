@@ -65,7 +65,7 @@ def test_shared_memory_of_a_container_is_named_where_no_value_helps() -> None:
 
 def test_a_machine_without_a_gpu_is_told_what_runs_there() -> None:
     none = Machine(0, Capacity(host=64 * GB))
-    assert verdicts(none) == {"presets": "quickstart runs here; those for GPUs do not"}
+    assert verdicts(none) == {"presets": "quickstart runs here; the presets for GPUs do not"}
 
 
 @pytest.mark.parametrize("machine", [ONE, TWO, SMALL])

@@ -74,7 +74,7 @@ def test_a_plan_of_a_named_model_counts_it_before_it_is_fetched_and_says_so() ->
     assert sizes[ROLLOUT_GPU, "engine"] == 2 * PUBLISHED["Qwen/Qwen3-8B"]
     assert sizes[LEARNER_GPU, "policy and its optimizer"] == 18 * PUBLISHED["Qwen/Qwen3-8B"] // 4
     (told,) = (line for line in found.not_checked if line.startswith("model.path"))
-    assert told.endswith("is fetched at `up`; until then its stored dimensions are taken for it")
+    assert told.endswith("is fetched at `up`; until then the stored dimensions are used")
     unknown = plan.check_elsewhere(make_config("some/other"))
     assert not any(part.where == ROLLOUT_GPU for part in unknown.memory)
 

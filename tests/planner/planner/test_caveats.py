@@ -57,7 +57,7 @@ def test_nothing_is_said_of_what_is_simulated(settings):
         (("learner.gpus=0",), FULL, "learner.gpus 0: cores that learner and engines share"),
         (("learner.gpus=0.5", "rollout.gpus=0.5"), FULL, "learner.gpus 0.5, rollout.gpus 0.5: what of"),
         (("algorithm.drop_constant_groups=true",), FULL, "algorithm.drop_constant_groups: groups dropped"),
-        (("rollout.kv_cache=recompute",), GUESS, "rollout.kv_cache recompute: what a swap"),
+        (("rollout.kv_cache=recompute",), GUESS, "rollout.kv_cache recompute: KV cache of"),
         (("rollout.engine=vllm",), PRICED, "rollout.prefix_caching: each of 4 answers computes its prompt"),
         (("algorithm.advantage=gae",), GUESS, "algorithm.advantage gae: the critic's seconds"),
         (IN_PARTS, BARE, "learner.stream: what a part costs"),
@@ -76,9 +76,9 @@ def test_the_recomputation_of_running_answers_has_its_price():
     """128 answers, of a prompt of 100 tokens and half of the median of 50."""
     lengths = ("rollout.response_tokens=lognormal:1.0:50", "data.max_prompt_tokens=200")
     told = caveats("rollout.kv_cache=recompute", "rollout.max_sequences=128", *lengths, rates=PRICED)
-    assert any("running answers: 16,000 tokens, 16 s, when half done" in line for line in told), told
+    assert any("at each swap: 16,000 tokens, 16 s, when half done" in line for line in told), told
     assert any(
-        line.endswith("of running answers") for line in caveats("rollout.kv_cache=recompute", rates=GUESS)
+        line.endswith("recompute at each swap") for line in caveats("rollout.kv_cache=recompute", rates=GUESS)
     )
 
 
@@ -97,9 +97,11 @@ def test_the_plan_prints_what_it_leaves_out(tmp_path):
     assert {"streaming", "checkpoints", "evaluations"} <= rows
 
 
-def test_an_evaluation_has_the_prompts_of_its_file(tmp_path):
+@pytest.mark.parametrize("name", ["zero_variance_share", "uniform_share"])
+def test_an_evaluation_has_the_prompts_of_its_file(tmp_path, name):
+    """`uniform_share` is what an older asyncrl wrote."""
     rates, held_out = tmp_path / "rates.json", tmp_path / "held_out.parquet"
-    rates.write_text(json.dumps({"rates": FULL.as_values(), "zero_variance_share": 0.25}))
+    rates.write_text(json.dumps({"rates": FULL.as_values(), name: 0.25}))
     parquet.write_table(pyarrow.table({"prompt": ["a"] * 30}), held_out)
     several = f"data.eval=[{held_out}, {tmp_path}/absent.parquet]"
     for most, expected in ((512, 30 + 512), (10, 10 + 10)):

@@ -16,6 +16,7 @@ from asyncrl.core.staleness import PolicyVersion
 from learner.batch_fetcher import BatchFetcher, FittingGroups
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
+from learner.checkpoint.store import digest_file
 from learner.checkpoint.writer import BackgroundWriter
 from learner.leader.leader import Leader
 from learner.orders import Adjust, Checkpoint, Finish, Order, Publish, Restore, StepOutcome, Train
@@ -35,11 +36,13 @@ class NodeSnapshot:
     runtime: SimRuntime
     node: int
 
-    def write(self, folder: Path) -> None:
-        """Write it, in virtual time."""
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write it, in virtual time; return the digest of its file."""
         self.runtime.sleep(WRITE_S * self.runtime.world.dice.random())
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / STATE_FILE).write_text(json.dumps({"node": self.node}))
+        file = folder / STATE_FILE
+        file.write_text(json.dumps({"node": self.node}))
+        return {file.name: digest_file(file)}
 
 
 class PlayedRank:

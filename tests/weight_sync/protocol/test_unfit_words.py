@@ -111,7 +111,7 @@ def test_a_publisher_that_finds_no_room_says_so_once_and_looks_no_more(
 
 
 def test_a_receiver_refuses_an_order_that_is_none_for_it(receiver: ReceiverService) -> None:
-    with pytest.raises(WireError, match="the order 'strange' is none for a receiver"):
+    with pytest.raises(WireError, match="a receiver does not take the order 'strange'"):
         receiver._carry_out(Strange(), b"")
 
 

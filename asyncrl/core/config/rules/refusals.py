@@ -67,8 +67,8 @@ _SPECULATIVE = (
     "Leave it out: a draft model would be another set of weights to keep at the policy's version",
 )
 _COLOCATED = (
-    "there is no colocated mode",
-    "Rollout and learner have devices of their own: rollout.gpus and learner.gpus",
+    "neither side is put to sleep for the other",
+    "They have GPUs of their own, or shares of one: rollout.gpus and learner.gpus",
 )
 _REMOTE_CODE = (
     "no code is taken from a model folder",

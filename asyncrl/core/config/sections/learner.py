@@ -147,7 +147,7 @@ class LearnerSection(Section):
     compile: bool = False
     """Whether each layer is compiled with torch.compile; fsdp2 only."""
     kernels: Literal["auto", "torch", "te"] = "auto"
-    """Kernels of layers: torch's, or TransformerEngine's on GPUs; auto takes torch's until te is measured."""
+    """Kernels of layers: torch's, or TransformerEngine's (te, GPUs only); auto takes torch's."""
     deterministic: bool = False
     """Whether a GPU repeats a step bit for bit, by slower kernels; a CPU always does."""
     steps: Count = 200
