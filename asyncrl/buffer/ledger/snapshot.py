@@ -127,10 +127,9 @@ def _read(state: Facts, values: Mapping[str, Any]) -> None:
     for name in _MAPPINGS:
         setattr(state, name, dict(values["mappings"][name]))
     for name in _COUNTERS:
-        counts = Counter[str]()
+        counts = getattr(state, name)
         for reason, count in values["mappings"][name]:
             counts[OLD_REASONS.get(reason, reason)] += count
-        setattr(state, name, counts)
     state.versions = _read_versions(values["versions"])
     if tuple(_OLD_FIELDS.get(name, name) for name in values["ticket_fields"]) != _TICKET_FIELDS:
         raise ValueError("its tickets have other fields")

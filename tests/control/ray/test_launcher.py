@@ -61,10 +61,13 @@ def ray_started(ray_folder: Path) -> Iterator[None]:
     os.environ["RAY_ADDRESS"] = "127.0.0.1:1"  # a cluster that we were not asked to join
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     os.environ["RAY_AUTH_TOKEN"] = "of another cluster"
+    hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # a learner of another test has none
     ray_launcher.start_local(ray_folder, num_cpus=2, num_gpus=1)
     yield
     ray_launcher.shut_down()
     end_leftovers(RUN_ID)
+    if hidden is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = hidden
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
         del os.environ[name]
     RayConfig.initialize("")  # for tests of other clusters in this process

@@ -60,7 +60,7 @@ def test_a_run_that_began_before_there_was_a_number_goes_on(folder):
     assert config.guard.action == "rollback" and config.rollout.replicas.start == 2
 
 
-@pytest.mark.parametrize("name", ["resolved.yaml", "config.yaml"])
+@pytest.mark.parametrize("name", ["resolved.yaml", "asked.yaml"])
 def test_what_an_older_run_wrote_can_be_started_by_its_path(folder, name):
     (folder / name).write_text((STORED / "resolved_1.yaml").read_text())
     assert load_config(name).guard.limits["actor/ppo_kl"].max == 0.05

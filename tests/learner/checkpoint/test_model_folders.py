@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +143,9 @@ class RankRows:
 def assert_rows_are_read(
     model: torch.nn.Module, weights: StoredWeights, wanted: dict[str, torch.Tensor]
 ) -> None:
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    with pytest.raises(AssertionError, match=re.escape(f"no parameter is called {min(shapes)}")):
+        weights.fill([])
     for name, parameter in model.named_parameters():
         num_rows = parameter.shape[0]
         cuts = [0, num_rows // 3, num_rows, num_rows]
@@ -149,8 +153,9 @@ def assert_rows_are_read(
             RankRows(name, start, torch.full((end - start, *parameter.shape[1:]), float("nan")))
             for start, end in itertools.pairwise(cuts)
         ]
+        others: Any = [RankRows(one, 0, torch.empty(0, *shapes[one][1:])) for one in shapes if one != name]
         with Sizes() as sizes:
-            weights.fill(shards)
+            weights.fill([*shards, *others])
         assert sizes.largest <= max(one.shard.numel() for one in shards)
         assert torch.equal(torch.cat([one.shard for one in shards]), wanted[name])
 
