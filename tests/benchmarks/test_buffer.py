@@ -19,9 +19,9 @@ from benchmarks.buffer.throughput import GROUP_SIZE, Comparison, cells, check, r
 @pytest.mark.parametrize(
     ("way", "options", "shape", "groups_per_s"),
     [
-        (("zmq_pipe", "ZmqPipe"), {}, (1, 1), 0.0),
+        pytest.param(("zmq_pipe", "ZmqPipe"), {}, (1, 1), 0.0, marks=pytest.mark.long),
         (("ours", "Ours"), {"journal": "file"}, (1, 1), 20.0),
-        (("ours", "Ours"), {"journal": "none"}, (2, 2), 0.0),
+        pytest.param(("ours", "Ours"), {"journal": "none"}, (2, 2), 0.0, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -141,6 +141,7 @@ def test_the_judged_cell_comes_first_and_a_quick_run_has_no_other() -> None:
     assert cells(read_arguments(["--quick"])) == [("4k", "1x1")]
 
 
+@pytest.mark.long
 def test_latencies_are_taken_at_half_of_what_the_same_run_measured(tmp_path: Path) -> None:
     comparison = Comparison({"none": systems()["none"]}, tmp_path, None)
     try:

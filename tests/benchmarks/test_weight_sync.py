@@ -26,6 +26,7 @@ def test_a_turn_times_a_whole_sync_and_every_other_way() -> None:
     assert row["bucketed_s"][0] > 0
 
 
+@pytest.mark.long
 def test_a_late_joiner_is_timed_from_its_hello_and_the_learner_s_steps_meanwhile() -> None:
     figures = measure_joiners(10**6, bucket_bytes=1 << 18, num_joiners=1)
     assert {

@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=list(TOLERANCE))
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def found(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     """What was computed on the pretended GPU, and under "cpu" what the CPU computes."""
     dtype = request.param

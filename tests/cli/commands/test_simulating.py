@@ -153,6 +153,7 @@ def test_where_a_side_has_no_gpus_there_is_nothing_to_split(gpus: tuple[int, int
     assert {axis for axis, _, _ in variants} == {"max_lag", "replicas"}
 
 
+@pytest.mark.long
 def test_trained_tokens_are_the_same_in_the_first_lines_the_table_and_the_words(tmp_path: Path) -> None:
     file = write_rates(tmp_path / "rates.json", lengths={"sigma": 1.0, "median_tokens": 40})
     words = ("plan", "quickstart", "--simulate", "--rates", file, *SETS)

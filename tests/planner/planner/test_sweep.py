@@ -75,6 +75,7 @@ def test_another_split_is_named_only_if_it_is_faster(outcome):
     )
 
 
+@pytest.mark.long
 def test_more_replicas_help_a_run_that_waits_for_generation():
     slow = replace(RATES, decode=tuple((n, rate / 4) for n, rate in RATES.decode))
     choices = sweep(make_setting("rollout.replicas=1"), slow, learner_units=1.0, steps=12)

@@ -145,6 +145,7 @@ def test_each_tensor_that_an_engine_kept_is_found_by_the_probe_within_two_steps(
     assert served.difference(steps[2], served.base)[0] < TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", [FORMS[0], OTHERS[1]], ids=str)
 def test_a_tied_head_that_vllm_s_own_reload_leaves_packed_is_found_by_the_probe_within_two_steps(
     form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

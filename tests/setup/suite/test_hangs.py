@@ -34,7 +34,7 @@ def test_it(waits):
 
 @pytest.mark.parametrize(
     ("body", "place"),
-    [(DEAF, "line 6 in test_it"), (HANGS_LATER, "line 8 in waits")],
+    [(DEAF, "line 6 in test_it"), pytest.param(HANGS_LATER, "line 8 in waits", marks=pytest.mark.long)],
     ids=["test", "teardown"],
 )
 def test_what_hangs_past_its_time_limit_ends_the_run_by_name(tmp_path: Path, body: str, place: str) -> None:

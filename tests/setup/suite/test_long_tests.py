@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.waiting import wait_for
 from tools import test_all
 
@@ -42,6 +44,7 @@ def commit(root: Path) -> None:
     subprocess.run([*git, "commit", "-qm", "all"], cwd=root, check=True)
 
 
+@pytest.mark.long
 def test_what_passed_is_left_out_until_the_repository_changes(tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     shutil.copy("tools/test_all.py", tmp_path / "tools")

@@ -18,8 +18,9 @@ from weight_sync.publisher_client import CALL_DEADLINE_S
 
 STOP_S = 5.5
 """Longer than the deadline and its slack, so that who just waits for the end of a stop is found out."""
-QUICK_NAMES = ("kill receiver.0 at middle", "stop publisher at first bucket")
+QUICK_NAMES = ("kill receiver.0 at middle",)
 LONG_STOP_NAMES = (
+    "stop publisher at first bucket",
     "stop coordinator at last bucket",
     "stop publisher at middle",
     "stop receiver.0 at middle",
