@@ -1,6 +1,6 @@
-"""The parts of the model that Megatron-core has no CPU form of: RMSNorm, rotary positions, core attention.
+"""Parts of the model that Megatron-core has no CPU form of: RMSNorm, rotary positions, SwiGLU.
 
-Owns the layer specification. It must never loop over rows in Python: thousands of short sequences
+Owns the layer specification. Nothing here loops over rows in Python: thousands of short sequences
 are normal. Invariant: on every row the result is that of the row alone, whatever else is packed.
 
 Shapes: N packed positions, H hidden, D head size, h query heads and g key/value heads of this rank.
@@ -8,13 +8,10 @@ Shapes: N packed positions, H hidden, D head size, h query heads and g key/value
 
 from __future__ import annotations
 
-import math
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -22,8 +19,8 @@ from megatron.core.transformer.transformer_block import (
 )
 
 from learner.megatron.model import te_layers
-from learner.megatron.model.kernels import gated_silu, normalise, rotate
-from learner.megatron.model.movement import GatherKeys
+from learner.megatron.model.attention import RowAttention
+from learner.megatron.model.kernels import gated_silu, normalise
 from learner.megatron.model.packing import PackedRows
 
 
@@ -74,54 +71,6 @@ class RowRotary(torch.nn.Module):
         assert rows.positions_N is not None, "the rows were not made by describe_rows"
         angles_N1C = torch.outer(rows.positions_N.float(), self.inverse_frequencies)[:, None]
         rows.cos_N1C, rows.sin_N1C = angles_N1C.cos().to(self._dtype), angles_N1C.sin().to(self._dtype)
-
-
-class RowAttention(MegatronModule):
-    """Causal attention within each row, see `learner.attention`.
-
-    Under context parallelism each rank has the queries of its share of a row and gathers the row's keys
-    and values from the others.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: object,
-        attention_type: str,
-        softmax_scale: float | None = None,
-        **_: object,
-    ) -> None:
-        super().__init__(config=config)
-        assert config.attention_dropout == 0.0, "log-probs must not be random"
-        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
-        self.cp_group = parallel_state.get_context_parallel_group()
-
-    def sharded_state_dict(self, *_: object, **__: object) -> dict[str, object]:
-        return {}
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        attn_mask_type: object = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedRows | None = None,
-    ) -> torch.Tensor:
-        """Take query [N, 1, h, D], key and value [N, 1, g, D]; return [N, 1, h * D]."""
-        assert packed_seq_params is not None, "this attention needs the rows of the microbatch"
-        assert attention_mask is None, "rows are causal and nothing else"
-        assert attention_bias is None, "rows are causal and nothing else"
-        rows = packed_seq_params
-        assert rows.attention is not None, "the rows were not made by describe_rows"
-        query, key = (rotate(x.squeeze(1), rows.cos_N1C, rows.sin_N1C) for x in (query, key))
-        value = value.squeeze(1)
-        if self.cp_group.size() > 1:
-            joined = GatherKeys.apply(torch.cat([key.flatten(1), value.flatten(1)], 1), self.cp_group)
-            key, value = (x.unflatten(1, (-1, key.shape[2])) for x in joined.chunk(2, 1))
-        return rows.attention.attend(query, key, value, self.scale).flatten(1).unsqueeze(1)
 
 
 def make_layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

@@ -17,14 +17,13 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.errors import ConfigError
 from learner.attention import varlen
 from learner.attention.varlen import VarlenPieces
-from learner.megatron.model.kernels import rotate
+from learner.megatron.model.attention import PackedAttention
 from learner.megatron.model.packing import PackedRows
 
 NAME: Literal["transformer_engine"] = "transformer_engine"
@@ -72,7 +71,7 @@ def _find_problems(
         )
 
 
-class TransformerEngineAttention(MegatronModule):
+class TransformerEngineAttention(PackedAttention):
     """As `RowAttention`, by TransformerEngine's kernel for packed (`thd`) tensors."""
 
     def __init__(
@@ -88,25 +87,13 @@ class TransformerEngineAttention(MegatronModule):
         super().__init__(config=config)
         self.kernel = TEDotProductAttention(config, layer_number, attn_mask_type, attention_type, **options)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        attn_mask_type: object = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedRows | None = None,
+    def attend(
+        self, query_NhD: torch.Tensor, key_NgD: torch.Tensor, value_NgD: torch.Tensor, rows: PackedRows
     ) -> torch.Tensor:
-        """Take query [N, 1, h, D], key and value [N, 1, g, D]; return [N, 1, h * D]."""
-        assert packed_seq_params is not None, "this attention needs the rows of the microbatch"
-        assert attention_mask is attention_bias is None, "rows are causal and nothing else"
-        rows = packed_seq_params
-        query, key = (rotate(x.squeeze(1), rows.cos_N1C, rows.sin_N1C) for x in (query, key))
         found: torch.Tensor = self.kernel(
-            query, key, value.squeeze(1), None, AttnMaskType.causal, packed_seq_params=_as_thd(rows)
+            query_NhD, key_NgD, value_NgD, None, AttnMaskType.causal, packed_seq_params=_as_thd(rows)
         )
-        return found.reshape(found.shape[0], 1, -1)
+        return found
 
 
 def _as_thd(rows: PackedRows) -> PackedSeqParams:
