@@ -81,7 +81,7 @@ def _find_in_learner(config: Config, setting: Setting, rates: Rates) -> Iterator
         )
     if memory_share(config.learner.gpus) and memory_share(config.rollout.gpus):
         shares = f"learner.gpus {config.learner.gpus:g}, rollout.gpus {config.rollout.gpus:g}"
-        yield f"{shares}: what of the GPU a side leaves idle; each computes at its share all the time"
+        yield f"{shares}: GPU time that one side leaves idle; each side keeps its share all the time"
     if config.algorithm.advantage in WITH_VALUES and ASSUMED in rates.source:
         yield f"algorithm.advantage {config.algorithm.advantage}: the critic's seconds, in assumed rates"
     if setting.streams and not rates.part_s:

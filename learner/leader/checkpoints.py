@@ -135,9 +135,9 @@ class CheckpointManager:
         self._written_step = step
 
     def write_if_asked(self, step: int) -> Iterator[Checkpoint]:
-        """Order one that was asked for, once the one before is done; nothing waits for that.
+        """Order a requested checkpoint once no write is in progress; never wait for it.
 
-        After a rollback, once the step that was done when it was asked for is done again.
+        After a rollback: once the step of the request has been trained again.
         """
         is_free, asked = self._commit_finished(), self.asked_step
         if is_free and asked is not None and asked <= step:

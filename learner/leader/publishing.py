@@ -30,8 +30,8 @@ class PolicyPublisher:
     """Rank 0's account of publishes.
 
     Args:
-        note_scores: Reads the scores of past evaluations, whenever a new one was asked for: by the next
-            order a long list may no longer contain the one before.
+        note_scores: Reads the scores of past evaluations; called after each new request, because the
+            status lists the newest evaluations only.
 
     Attributes:
         number: Of the policy version that was ordered last, 0 for none.

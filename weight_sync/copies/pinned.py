@@ -58,8 +58,9 @@ class PinnedPipeline:
     def run(self, copies: Iterable[Copy[T]]) -> Iterator[T]:
         """Make the copies in their order; yield the name of each.
 
-        From the GPU: it is made, of what the current stream had been given when the first was asked for. To
-        the GPU: its source has been read, and what the current stream is given from now on sees the values.
+        From the GPU, when yielded: the copy is complete, of the state after the work that the current stream
+        had when the first copy was requested. To the GPU: its source has been read, and later work on the
+        current stream sees the values.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         issued: _Issued[T] | None = None

@@ -94,7 +94,7 @@ def plan(
     Also placement, the backend and why, and derived values with their rule. Nothing is started. If its run
     exists, differences to it are printed, and which of them a resume accepts.
     With --simulate, print the predicted speed and alternatives; this machine is not checked then. With
-    --elsewhere too, check what is the same on any machine and the memory of the GPU that is assumed.
+    --elsewhere too, run the checks that need no machine and check the memory of the assumed GPU.
     """
     if schema:
         from asyncrl.cli.reports.plan import print_schema
