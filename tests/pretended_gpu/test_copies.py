@@ -138,10 +138,17 @@ def test_memory_that_cannot_be_pinned_is_told_and_the_copies_are_right(
 ) -> None:
     monkeypatch.setattr(cuda.Runtime, "cudaHostRegister", lambda *_: 2)
     let_go: list[int] = []
-    monkeypatch.setattr(cuda.Runtime, "cudaHostUnregister", lambda _, place: let_go.append(place))
-    copies = HostCopies()
-    (copy,) = copies.take([to_gpu(values(4))])
-    assert torch.equal(copy, values(4))
+    monkeypatch.setattr(cuda.Runtime, "cudaHostUnregister", let_go.append)
+    launches: list[object] = []
+
+    def launch(*sizes: object, **_: object) -> None:
+        launches.append(sizes)
+        raise RuntimeError("CUDA error: out of memory")  # as CUDA keeps it for the next kernel
+
+    monkeypatch.setattr(torch, "zeros", launch)
+    copies, live = HostCopies(), to_gpu(values(4))
+    (copy,) = copies.take([live])
+    assert torch.equal(copy, values(4)) and launches == [(1,)], "the error was taken by a kernel of our own"
     del copies, copy
     assert not let_go, "nothing was pinned"
     assert "16 bytes cannot be pinned (2)" in caplog.text

@@ -55,7 +55,7 @@ def test_nothing_is_said_of_what_is_simulated(settings):
         (("rollout.replicas=40",), FULL, "rollout.replicas 40: a receiver for each; 2 of them share one"),
         (("rollout.gpus=0",), FULL, "rollout.gpus 0: cores that learner and engines share"),
         (("learner.gpus=0",), FULL, "learner.gpus 0: cores that learner and engines share"),
-        (("learner.gpus=0.5", "rollout.gpus=0.5"), FULL, "learner.gpus 0.5, rollout.gpus 0.5: what of"),
+        (("learner.gpus=0.5", "rollout.gpus=0.5"), FULL, "learner.gpus 0.5, rollout.gpus 0.5: GPU time"),
         (("algorithm.drop_constant_groups=true",), FULL, "algorithm.drop_constant_groups: groups dropped"),
         (("rollout.kv_cache=recompute",), GUESS, "rollout.kv_cache recompute: KV cache of"),
         (("rollout.engine=vllm",), PRICED, "rollout.prefix_caching: each of 4 answers computes its prompt"),
