@@ -109,11 +109,11 @@ def test_what_a_loader_cuts_out_is_all_that_goes_to_the_gpu_and_nothing_waits_fo
 
 
 def test_a_source_that_is_broadcast_fills_the_target() -> None:
-    target = torch.zeros(3, 4, device=GPU)
+    target = torch.zeros(5, 4, device=GPU)  # more than a buffer: it goes in pieces
     with PinnedCopies(PinnedPipeline(BUFFER_BYTES)):
         target.copy_(torch.arange(4.0))
         target[0].copy_(torch.tensor(7.0))
-    assert target.tolist() == [[7.0] * 4, [0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0]]
+    assert target.tolist() == [[7.0] * 4, *[[0.0, 1.0, 2.0, 3.0]] * 4]
     assert WAITS.total()
 
 

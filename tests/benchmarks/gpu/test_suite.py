@@ -141,6 +141,9 @@ def test_a_machine_lacks_gpus_by_number_and_modules_by_name() -> None:
     assert lone.find_missing(part("a", needs=(GPUS,))) == "this machine does not have two GPUs"
     assert lone.find_missing(part("a", needs=("absent.part", GPUS))) == "absent.part is not installed"
     assert Machine(0).find_missing(part("a", needs=(GPU,))) == "this machine does not have a GPU"
+    large = part("a", needs=(suite.LARGE_HOST,))
+    assert Machine(1, 128 << 30).find_missing(large) == "this machine does not have 150 GB of main memory"
+    assert Machine(1, 256 << 30).find_missing(large) == ""
 
 
 def test_vllm_s_plug_in_is_missing_where_asyncrl_is_only_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:

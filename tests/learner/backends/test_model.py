@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +131,16 @@ def test_interleaved_stages_without_overlapped_sends_are_never_run(tmp_path):
     with pytest.raises(AssertionError, match="wrong gradients"):
         Schedule(chunks, config, groups)
     groups.stop()
+
+
+@pytest.mark.parametrize(("num_stages", "wanted"), [(1, 1), (3, 3), (9, 4)])
+def test_a_batch_is_split_so_that_every_stage_has_work_if_there_are_rows_enough(num_stages, wanted):
+    config = SimpleNamespace(params_dtype=torch.float32, kv_channels=16)
+    pp = SimpleNamespace(size=lambda: num_stages)
+    schedule = Schedule([object()], config, SimpleNamespace(pp=pp, device=torch.device("cpu")))
+    batch = build_batch(make_groups(1, 4), 0, {1: 0})
+    parts = schedule.split(batch, 10**6)
+    assert len(parts) == wanted and sum(part.num_rows for part in parts) == batch.num_rows == 4
 
 
 def test_megatron_never_compiles_on_a_cpu(monkeypatch):

@@ -66,8 +66,9 @@ def test_a_compiled_kernel_gives_what_the_eager_one_does_and_is_made_once_for_al
     monkeypatch.setattr(kernels, "BACKEND", "eager")
     monkeypatch.setattr(kernels, "OPTIONS", None)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
-    with torch._dynamo.config.patch(disable=False):
+    with torch._dynamo.config.patch(disable=False, recompile_limit=8):
         errors, graphs = compare(torch.float32, LENGTHS[:6])
+        assert torch._dynamo.config.recompile_limit == kernels.GRAPHS, "of every width, frozen or not"
     assert max(errors.values()) <= ROUNDING["float32"], errors
     assert graphs == {"normalise": 3, "rotate": 2, "gated_silu": 2}
     assert all(getattr(kernels, kernel)._compiled is not None for kernel in graphs)

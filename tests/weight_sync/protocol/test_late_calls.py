@@ -12,6 +12,7 @@ from tests.runtimes import ManualRuntime
 from tests.weight_sync.protocol.test_turns import Asked
 from weight_sync import coordinator_session
 from weight_sync.memory.staging_area import StagingArea
+from weight_sync.protocol.messages import Withdraw
 from weight_sync.receiving.receiver import ReceiverService
 
 
@@ -49,6 +50,17 @@ def test_a_load_that_is_told_behind_a_later_one_is_not_believed(receiver: Receiv
     receiver.end_turn()
     status = receiver.status()
     assert status.version == 1 and status.counters["late_calls"] == 1
+
+
+def test_a_receiver_whose_copy_is_withdrawn_says_that_no_replica_attends_until_one_polls(
+    receiver: ReceiverService,
+) -> None:
+    receiver.handle(Asked("next_staged", incarnation="a", serving=0, wait_s=5.0))
+    assert receiver._introduce().hello.attended
+    receiver._obey(Withdraw(), b"")
+    assert not receiver._introduce().hello.attended
+    receiver.handle(Asked("next_staged", incarnation="a", serving=0, wait_s=5.0))
+    assert receiver._introduce().hello.attended
 
 
 def test_a_poll_that_finds_no_copy_is_answered_when_its_wait_is_over(receiver: ReceiverService) -> None:
