@@ -34,31 +34,37 @@ class ExportedParts:
         if addresses != self._addresses:
             index = parallel_state.get_data_parallel_rank(with_context_parallel=True)
             count = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-            self._parts = tuple(split_parts(list(self._make()), index, count))
+            owned = [part for is_owned, part in self.find_held() if is_owned]
+            self._parts = tuple(split_parts(owned, index, count))
             self._addresses = addresses
         return self._parts
 
-    def _make(self) -> Iterator[Part]:
+    def find_held(self) -> Iterator[tuple[bool, Part]]:
+        """Yield (whether this rank and those with the same parameters own it, part) of all parameters."""
         is_first = tensor_rank()[0] == 0
         for chunk in self._chunks:
             for name, is_copy, parameter in convert.global_names(chunk):
-                if is_copy or (convert.cut_dimension(name) is None and not is_first):
-                    continue
+                is_owned = not is_copy and (convert.cut_dimension(name) is not None or is_first)
                 matrix_RC = parameter.detach().reshape(len(parameter), -1)
-                for run in row_runs(name, parameter.shape, self._config, self._vocab_size):
+                for run in row_runs(name, parameter.shape, self._config, self._vocab_size, tensor_rank()):
                     values_RC = matrix_RC[run.local_row : run.local_row + run.num_rows]
-                    yield Part(run.name, run.shape, run.row, run.column, values_RC)
+                    yield is_owned, Part(run.name, run.shape, run.row, run.column, values_RC)
 
 
 def row_runs(
-    name: str, local_shape: Sequence[int], config: TransformerConfig, vocab_size: int
+    name: str,
+    local_shape: Sequence[int],
+    config: TransformerConfig,
+    vocab_size: int,
+    place: tuple[int, int],
 ) -> tuple[RowRun, ...]:
-    """Return where the rows of this rank's share of the parameter `name` are in the Hugging Face tensors.
+    """Return where the rows of one rank's share of the parameter `name` are in the Hugging Face tensors.
 
     Args:
         vocab_size: Rows of the vocabulary that mean something; the padding below them is nowhere.
+        place: The rank among those that share one copy of the model, and their number.
     """
-    rank, size = tensor_rank()
+    rank, size = place
     dimension = convert.cut_dimension(name)
     shape = list(local_shape)
     if dimension is not None:

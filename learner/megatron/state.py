@@ -125,7 +125,9 @@ class TrainingState:
                 values, step = self._values(main, parameter.device)
                 owned = optimizer._get_model_param_range_map(parameter)["param"]
                 yield Shard(
-                    runs=rows.row_runs(name, parameter.shape, self._config, self._vocab_size),
+                    runs=rows.row_runs(
+                        name, parameter.shape, self._config, self._vocab_size, rows.tensor_rank()
+                    ),
                     num_columns=parameter[0].numel(),
                     start=owned.start,
                     end=owned.end,

@@ -87,7 +87,7 @@ def test_the_weight_of_a_fused_norm_is_a_norm_s_in_a_model_folder_and_not_cut(
     assert exported == f"model.layers.3.{hugging_face}" and tensor is weight_H
     second: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
     assert convert._read_part(name, config, {exported: weight_H}.__getitem__, second) is weight_H
-    (run_of_rows,) = rows.row_runs(name, weight_H.shape, config, 131)
+    (run_of_rows,) = rows.row_runs(name, weight_H.shape, config, 131, rows.tensor_rank())
     assert (run_of_rows.name, run_of_rows.row, run_of_rows.num_rows) == (exported, 0, 64)
 
 
