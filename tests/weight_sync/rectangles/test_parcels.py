@@ -94,8 +94,24 @@ def test_sources_of_one_network_card_share_its_rate() -> None:
     assert found[0] == pytest.approx(found[1], rel=0.1)
 
 
-def test_a_source_that_is_connected_is_preferred_within_the_slack() -> None:
-    """Two holders, two workers, a hundred equal pieces for each: each holder serves one worker alone."""
+def test_what_is_rounded_among_some_sources_is_made_good_among_others() -> None:
+    """Five pieces for each pair of ten sources: 22.5 for each, and nobody has two more."""
+    pairs = list(itertools.combinations(range(10), 2))
+    pieces = {pair: [(f"w{pair}{i}", Rectangle((0,), (4,))) for i in range(5)] for pair in pairs}
+    held = [[piece for pair in pairs if source in pair for piece in pieces[pair]] for source in range(10)]
+    wanted = [piece for some in pieces.values() for piece in some]
+    found = loads(plan_parcels(held, [wanted], {name: ITEM_BYTES for name, _ in wanted}))
+    assert max(found.values()) < 24.5 * 4 * ITEM_BYTES
+
+
+def test_what_is_too_small_to_matter_comes_over_a_connection_that_there_is() -> None:
+    held = [[("norm", Rectangle((0,), (4,)))] for _ in range(3)]
+    held[2].append(rows(0, 1000))
+    parcels = plan_parcels(held, [[rows(0, 1000), ("norm", Rectangle((0,), (4,)))]], {"w": 2, "norm": 2})
+    assert {parcel.source for parcel in parcels} == {2}
+
+
+def test_each_of_two_sources_of_the_same_serves_a_worker_of_its_own() -> None:
     names = [f"w{index}" for index in range(200)]
     some = [(name, Rectangle((0,), (4,))) for name in names]
     wanted = [some[::2], some[1::2]]

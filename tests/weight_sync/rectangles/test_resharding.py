@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -20,12 +21,14 @@ from scipy.optimize import linprog
 
 from tests.weight_sync.rectangles.learner_ranks import Layout, parts_of
 from tests.weight_sync.rectangles.models import CLASSES, MOE, Model
-from tests.weight_sync.rectangles.vllm_ranks import Worker
 from weight_sync.rectangles.holdings import place_parts
 from weight_sync.rectangles.packs import Parameters, make_packs
 from weight_sync.rectangles.parcels import Parcel, Region, plan_parcels
 from weight_sync.rectangles.recorder import Recording, record
 from weight_sync.rectangles.rectangle import Rectangle
+
+if TYPE_CHECKING:
+    from tests.weight_sync.rectangles.vllm_ranks import Worker
 
 pytestmark = pytest.mark.long
 
@@ -47,6 +50,8 @@ CASES = [
 
 
 def workers_of(model: Model, tp: int, pp: int, has_ep: bool) -> list[Worker]:
+    from tests.weight_sync.rectangles.vllm_ranks import Worker  # vLLM, which collecting need not import
+
     places = itertools.product(range(pp), range(tp))
     return [Worker(model, (rank, tp), (stage, pp), has_ep=has_ep) for stage, rank in places]
 
