@@ -10,11 +10,11 @@ Rectangles hold for parameters as the loader sees them: before an engine packs, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weight_sync.memory.manifest import TensorSpec
@@ -89,24 +89,29 @@ class _Recorder(TorchDispatchMode):
             self._holders.setdefault(_storage(tensor), (name, tuple(tensor.shape)))
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by storage: the copy and its origin
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         tensors = list(_find_tensors((*args, *kwargs.values())))
         read = [tensor for tensor in tensors if self._is_source(tensor)]
-        if func is _ATEN.copy_.default and (read or self._is_holder(args[0])):
-            self._note_copy(args[0], args[1])
-            return args[0]
-        if func in _FILLS and self._is_holder(args[0]):
-            self._note_fill(args[0], float(args[1]) if len(args) > 1 else 0.0)
-            return args[0]
+        written = tensors[0] if tensors and self._is_holder(tensors[0]) else None
+        if func is _ATEN.copy_.default and (read or written is not None):
+            self._note_copy(*tensors)
+            return tensors[0]
+        if func in _FILLS and written is not None:
+            self._note_fill(written, args[1] if len(args) > 1 else 0.0)
+            return written
         if func in _WHOLE_COPIES and read:
-            return self._note_whole_copy(args[0], kwargs.get("dtype"))
+            return self._note_whole_copy(tensors[0], kwargs.get("dtype"))
         if read and not _makes_views(func):
             raise LoaderComputes(f"the loader calls {func} on {[self._name_of(tensor) for tensor in read]}")
-        if func._schema.is_mutable and tensors and self._is_holder(tensors[0]):
-            raise LoaderComputes(
-                f"the loader calls {func} on the parameter '{self._holder_of(tensors[0])[0]}'"
-            )
+        if func._schema.is_mutable and written is not None:
+            raise LoaderComputes(f"the loader calls {func} on the parameter '{self._holder_of(written)[0]}'")
         return func(*args, **kwargs)
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -121,13 +126,15 @@ class _Recorder(TorchDispatchMode):
             self.recording.placements.append(Placement(name, pair.source, holder, pair.target, pair.order))
             self.recording.unread.discard(name)
 
-    def _note_fill(self, target: torch.Tensor, value: float) -> None:
+    def _note_fill(self, target: torch.Tensor, filler: object) -> None:
         holder, shape = self._holder_of(target)
-        view = _view(target, shape)
+        assert isinstance(filler, int | float | torch.Tensor), filler
+        view, value = _view(target, shape), float(filler)
         self.recording.filled += [Filled(holder, pair.target, value) for pair in match(view, view)]
 
-    def _note_whole_copy(self, origin: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        made = torch.empty(origin.shape, dtype=dtype or origin.dtype, device="meta")
+    def _note_whole_copy(self, origin: torch.Tensor, wanted: object) -> torch.Tensor:
+        dtype = wanted if isinstance(wanted, torch.dtype) else origin.dtype
+        made = torch.empty(origin.shape, dtype=dtype, device="meta")
         self._copies[_storage(made)] = (made, origin)
         return made
 
@@ -205,6 +212,6 @@ def _view(tensor: torch.Tensor, base: tuple[int, ...]) -> View:
     return View(base, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
-def _makes_views(func: Any) -> bool:
+def _makes_views(func: OpOverload) -> bool:
     schema = func._schema
     return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)

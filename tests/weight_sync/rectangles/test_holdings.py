@@ -1,4 +1,4 @@
-"""What a learner rank publishes, as rectangles: in the tensor's own dimensions, each once."""
+"""Parts that a learner rank publishes, as rectangles: in the tensor's own dimensions, each once."""
 
 from __future__ import annotations
 
