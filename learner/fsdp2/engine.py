@@ -5,7 +5,7 @@ and of backward passes. One that has fewer microbatches than another runs empty 
 The loss is each token's share of the minibatch, so any cut into microbatches and shares gives the
 gradient of the whole. Must never read a clock or draw from an unseeded generator.
 
-Shapes: N packed positions.
+Shapes: N packed positions, C outputs of the module.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ class Engine:
 
     def _infer(self, batch: PackedBatch, **options: bool) -> list[torch.Tensor]:
         microbatches: list[PackedBatch] = []
-        parts: list[Sequence[torch.Tensor]] = []
+        parts_CN: list[torch.Tensor] = []
         for microbatch in self._microbatches(batch):
             outputs = self._forward(microbatch, **options)
             if microbatch is not None:
                 microbatches.append(microbatch)
-                parts.append(outputs)
+                parts_CN.append(torch.stack(tuple(outputs)))
         # The root stays gathered for a backward pass, which does not come.
         self._module.reshard()
-        return [restore_order(microbatches, column).cpu() for column in zip(*parts, strict=True)]
+        return list(restore_order(microbatches, parts_CN).cpu()) if parts_CN else []
 
     def update(self, minibatch: PackedBatch, loss_fn: EngineLoss, num_outputs: int) -> dict[str, float]:
         """Do one update on this rank's share; return metrics of the whole and `grad_norm`, `lr`,

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from asyncrl.core.errors import ConfigError
 from learner.backend import Placement
 from learner.numerics.device import BACKENDS, choose_device
+from learner.numerics.transfer import send
 from weight_sync.backends.rendezvous import join_store
 
 
@@ -38,9 +39,9 @@ class RankGroup:
     def all_reduce(
         self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> torch.Tensor:
-        """Return `values` reduced over all ranks, on the device."""
-        values = values.to(self.device)
+        """Return `values` reduced over all ranks, on the device; those of a lone rank where they are."""
         if self.size > 1:
+            values = send(values, self.device)
             dist.all_reduce(values, op)
         return values
 

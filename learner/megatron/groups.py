@@ -20,6 +20,7 @@ from learner.backend import Placement
 from learner.megatron import cpu_adaptor
 from learner.megatron.model.architecture import Parallelism
 from learner.numerics.device import BACKENDS, VISIBLE, choose_device
+from learner.numerics.transfer import send
 from weight_sync.backends.rendezvous import join_store
 
 
@@ -49,7 +50,7 @@ class RankGroups:
 
     def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """Return `values` reduced over the data-parallel ranks, on the device."""
-        values = values.to(self.device)
+        values = send(values, self.device)
         if self.dp.size() > 1:
             dist.all_reduce(values, op, group=self.dp)
         return values

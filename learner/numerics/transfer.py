@@ -12,8 +12,9 @@ T = TypeVar("T")
 
 
 def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return `values` of the CPU on `device`, which the host does not wait for."""
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+    """Return `values` on `device`, which the host does not wait for."""
+    is_there = values.is_cuda or device.type == "cpu"
+    return values if is_there else values.pin_memory().to(device, non_blocking=True)
 
 
 def send_fields(values: T, device: torch.device) -> T:
