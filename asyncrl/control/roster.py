@@ -63,8 +63,12 @@ FACTORIES = {
 
 MAX_REPLICAS = 64
 """Replica indices with an address known from the start."""
-LEARNER_ON_GPU = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""Packed rows have another shape in each microbatch, and blocks of fixed size would fragment."""
+LEARNER_ON_GPU = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # packed rows have another shape in each microbatch
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # a rank whose peer hangs ends at its group's timeout, by SIGABRT
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+}
+"""Whatever the user's shell says of it."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 RECEIVERS = tuple(f"receiver.{index}" for index in range(MAX_REPLICAS))
 SERVERS = ("buffer.0", "weight_sync.0", "publisher.0", *RECEIVERS)

@@ -2,7 +2,8 @@
 
 `ASYNCRL_FAULT=learner.updated@3` kills the process with SIGKILL when it passes the point
 `learner.updated` at step 3; without `@3`, when it first passes the point. `receiver.bucket@2.1` is
-bucket 1 of version 2. `stop:` before the name sends SIGSTOP instead; who planned that sends SIGCONT.
+bucket 1 of version 2. `stop:` before the name sends SIGSTOP instead; who planned that sends SIGCONT. `abort:`
+sends SIGABRT, as NCCL's watchdog does.
 `kill:receiver.bucket@2.1:812,813` strikes those processes, when this one passes the point. `interrupt:` sends
 SIGINT, as Ctrl-C does: `interrupt:head.ray:812` to the `asyncrl up` of pid 812 when its head starts Ray.
 Faults are separated by blanks. A simulated world sets a hook, which is called at each point instead.
@@ -19,7 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 VARIABLE = "ASYNCRL_FAULT"
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "interrupt": signal.SIGINT,
+    "abort": signal.SIGABRT,
+}
 _STRUCK = "TtZX"  # stopped, traced, zombie, dead: see proc(5)
 _STRIKE_S = 1.0
 Hook = Callable[[str, tuple[int | None, ...]], None]

@@ -195,6 +195,8 @@ def test_a_learner_on_a_gpu_has_the_environment_of_its_backend(backend: str, con
     config = Config(**SECTIONS, learner={"gpus": 1, "backend": backend})
     environment = replace(make_roster(), config=config).spec("learner.0").environment
     assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3", "else a hung peer holds a rank for ever"
+    assert environment["TORCH_NCCL_BLOCKING_WAIT"] == "0"
     assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
 
 

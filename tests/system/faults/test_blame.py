@@ -20,10 +20,14 @@ QUITE_LONG_S = 600.0
 QUICK = ("rollout.replicas=1", "rollout.engine=scripted", "eval.every_steps=0")
 
 
-def test_a_killed_learner_and_a_removed_folder_are_told_as_that(up: Callable[..., UpRun]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+def test_a_killed_learner_and_a_removed_folder_are_told_as_that(
+    number: signal.Signals, up: Callable[..., UpRun]
+) -> None:
+    """NCCL's watchdog ends a rank by SIGABRT."""
     run = up("removed", *QUICK, "learner.steps=100000")
     status = run.wait_for(lambda status: status["step"] >= 3, 400.0)
-    os.kill(status["services"]["learner.0"]["pid"], signal.SIGKILL)
+    os.kill(status["services"]["learner.0"]["pid"], number)
     folder = RunDir(run.folder)
     run.wait_for(lambda _: any(one["kind"] == "exit" for one in load_events(folder.events)))
     told = next(one for one in load_events(folder.events) if one["kind"] == "exit")

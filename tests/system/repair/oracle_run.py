@@ -31,6 +31,8 @@ DEADLINE_S = 120.0
 POLL_S = 0.02
 SERVICES = ("buffer.0", "weight_sync.0", "publisher.0", "receiver.0", "rollout.0")
 """Beside the learner's ranks."""
+STRUCK = (-signal.SIGKILL, -signal.SIGABRT)
+"""Exit codes of processes that died at a fault point."""
 SERVICE_OF = {
     "buffer": "buffer.0",
     "coordinator": "weight_sync.0",
@@ -159,7 +161,7 @@ def _has_ended(harness: Harness, ranks: Sequence[str], outcome: Outcome, struck:
         name: harness.exit_code(name) for name in (*SERVICES, *ranks)
     }  # once: who dies now is seen next time
     for name, code in seen.items():
-        if code != -signal.SIGKILL and not (code and name in struck):
+        if code not in STRUCK and not (code and name in struck):
             continue
         outcome.killed.append(name)
         unit = ranks if name in ranks else (name,)

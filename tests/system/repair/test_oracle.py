@@ -86,8 +86,12 @@ def test_a_run_with_a_kill_ends_with_the_weights_of_the_run_without(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["learner.1=learner.trained@3", "learner.0=learner.updated@3"])
+@pytest.mark.parametrize(
+    "fault",
+    ["learner.1=learner.trained@3", "learner.0=learner.updated@3", "learner.1=abort:learner.trained@3"],
+)
 def test_a_learner_of_two_ranks_is_started_again_whole(fault: str, task: Path, tmp_path: Path) -> None:
+    """Also where a rank aborts, as one does that NCCL's watchdog ends: it raises nothing."""
     plain = play(oracle_config(task, tmp_path / "plain", 0, "learner.tp=2"))
     outcome = play(oracle_config(task, tmp_path / "killed", 0, "learner.tp=2"), fault)
     assert outcome.killed == [service_of(fault)[0]]
