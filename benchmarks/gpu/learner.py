@@ -32,7 +32,7 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.experience import Group
 from asyncrl.core.variants import backend_names
 from asyncrl.planner.plan.footprint.memory import LEARNER_GPU, count_parts
-from asyncrl.planner.plan.footprint.sizes import beside_updates, estimate_activations
+from asyncrl.planner.plan.footprint.sizes import estimate_activations
 from benchmarks.gpu.frame import find_device, make_part_parser, measure_peak, run_part, time_call
 from benchmarks.harness.options import Verdict, judge
 from benchmarks.harness.rows import Row
@@ -147,9 +147,8 @@ def make_config(model: Path, work: Work, gpus: int, **others: object) -> Config:
 
 def plan_memory(config: Config, num_parameters: int, size: ModelSize) -> int:
     """Return what `asyncrl plan` counts on the learner's GPU, its estimate of activations included."""
-    parts = count_parts(config, num_parameters, 0)
-    activations = beside_updates(estimate_activations(config, size), parts)
-    return sum(part.num_bytes for part in (*parts, activations) if part.where == LEARNER_GPU)
+    parts = [*count_parts(config, num_parameters, 0), estimate_activations(config, size)]
+    return sum(part.num_bytes for part in parts if part.where == LEARNER_GPU)
 
 
 def count_pairs(batch: PackedBatch) -> float:

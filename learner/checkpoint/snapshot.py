@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +19,7 @@ import xxhash
 from asyncrl.core.files.durable import sync_path
 from learner.checkpoint.pieces import Piece, record_file
 from learner.checkpoint.tensor_file import write_tensors
-
-log = logging.getLogger(__name__)
+from weight_sync.copies.registered import make_pinned
 
 KINDS = ("main", "exp_avg", "exp_avg_sq")
 """Tensors of a piece, each in float32: the parameter as the optimizer keeps it, and AdamW's two moments."""
@@ -90,9 +87,7 @@ class Snapshot:
 class HostCopies:
     """Copies of a rank's tensors in one buffer on the host, which is used again for the next checkpoint.
 
-    The buffer is pinned if a tensor lives on a GPU: registered as a whole, once. PyTorch's own pinned memory
-    is rounded up to a power of two, up to twice what is needed, and never given back. A second `take`
-    overwrites the first's copies.
+    The buffer is pinned if a tensor lives on a GPU. A second `take` overwrites the first's copies.
     """
 
     def __init__(self) -> None:
@@ -104,9 +99,8 @@ class HostCopies:
         sizes = [tensor.numel() for tensor in wanted]
         is_cuda = any(tensor.is_cuda for tensor in wanted)
         if self._buffer is None:
-            self._buffer = torch.empty(sum(sizes), dtype=torch.float32)
-            if is_cuda and len(self._buffer) and _is_registered(self._buffer):
-                weakref.finalize(self, _unregister, self._buffer).atexit = False
+            num_elements = sum(sizes)
+            self._buffer = make_pinned(num_elements, self) if is_cuda else torch.empty(num_elements)
         assert len(self._buffer) == sum(sizes), "the state of a rank does not change its shape"
         copies = list(self._buffer.split(sizes))
         for copy, tensor in zip(copies, wanted, strict=True):
@@ -114,22 +108,6 @@ class HostCopies:
         if is_cuda:
             torch.cuda.synchronize()
         return copies
-
-
-def _is_registered(buffer: torch.Tensor) -> bool:
-    """Pin the memory of `buffer`, so that a GPU copies into it at the bus's rate; return whether it is."""
-    code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-    if not int(code):
-        return True
-    log.warning("copies for checkpoints are slow: %d bytes cannot be pinned (%s)", buffer.nbytes, code)
-    with contextlib.suppress(RuntimeError):  # CUDA keeps the error for whoever launches the next kernel
-        torch.zeros(1, device="cuda")
-    return False
-
-
-def _unregister(buffer: torch.Tensor) -> None:
-    """Let go of memory that `_is_registered` pinned, before it is freed."""
-    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
 
 def piece_key(index: int, kind: str) -> str:

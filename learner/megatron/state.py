@@ -22,6 +22,7 @@ from learner.checkpoint.pieces import Piece, RowRun, pieces_of_range
 from learner.checkpoint.reader import StateReader
 from learner.checkpoint.snapshot import KINDS, HostCopies, PieceState, Snapshot
 from learner.megatron import convert, rows
+from learner.megatron.optimizer.host import held_values
 
 
 @dataclass(frozen=True)
@@ -114,48 +115,39 @@ class TrainingState:
             for chunk in self._chunks
             for name, is_copy, parameter in convert.global_names(chunk)
         }
-        optimizer = self._optimizer
-        groups = [
-            *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True),
-            *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True),
-        ]
-        for model_group, main_group in groups:
-            for parameter, main in zip(model_group, main_group, strict=True):
-                name, is_copy = names[parameter]
-                values, step = self._values(main, parameter.device)
-                owned = optimizer._get_model_param_range_map(parameter)["param"]
-                yield Shard(
-                    runs=rows.row_runs(
-                        name, parameter.shape, self._config, self._vocab_size, rows.tensor_rank()
-                    ),
-                    num_columns=parameter[0].numel(),
-                    start=owned.start,
-                    end=owned.end,
-                    is_written=not is_copy and self._is_owner(name),
-                    values=values,
-                    step=step,
-                )
-
-    def _values(
-        self, main: torch.Tensor, device: torch.device
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return the optimizer's tensors of one main parameter by kind, and its `step`.
-
-        One that was never stepped gets what AdamW would give it, its own `step` included, on the `device` of
-        the weights, where its fused kernel wants it: offloading moves the rest alone. (Megatron's
-        load_state_dict makes all parameters share one, which breaks bias correction.)
-        """
-        state = self._optimizer.optimizer.state[main]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state.update({moment: torch.zeros_like(main) for moment in KINDS[1:]})
-        values = {"main": main.detach(), **{moment: state[moment] for moment in KINDS[1:]}}
-        assert all(tensor.is_contiguous() for tensor in values.values())
-        return {kind: tensor.view(-1) for kind, tensor in values.items()}, state["step"]
+        for parameter, main, state in held_values(self._optimizer):
+            name, is_copy = names[parameter]
+            owned = self._optimizer._get_model_param_range_map(parameter)["param"]
+            yield Shard(
+                runs=rows.row_runs(
+                    name, parameter.shape, self._config, self._vocab_size, rows.tensor_rank()
+                ),
+                num_columns=parameter[0].numel(),
+                start=owned.start,
+                end=owned.end,
+                is_written=not is_copy and self._is_owner(name),
+                values=_values(main, state),
+                step=state["step"],
+            )
 
     def _is_owner(self, name: str) -> bool:
         """Whether this tensor-parallel rank writes `name`: each its part, rank 0 what all have alike."""
         return convert.cut_dimension(name) is not None or rows.tensor_rank()[0] == 0
+
+
+def _values(main: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the optimizer's tensors of one main parameter by kind.
+
+    One that was never stepped gets the `state` that AdamW would give it, on its device, where the fused
+    kernel wants it. (Megatron's load_state_dict makes all parameters share one `step`, which breaks bias
+    correction.)
+    """
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=main.device)
+        state.update({moment: torch.zeros_like(main) for moment in KINDS[1:]})
+    values = {"main": main.detach(), **{moment: state[moment] for moment in KINDS[1:]}}
+    assert all(tensor.is_contiguous() for tensor in values.values())
+    return {kind: tensor.view(-1) for kind, tensor in values.items()}
 
 
 def generator_states() -> dict[str, torch.Tensor]:

@@ -45,9 +45,10 @@ def test_a_stream_sees_what_another_has_copied_once_it_waits_for_that() -> None:
         event.record(stream)
     assert torch.isnan(copied).cpu().all()
     torch.cuda.current_stream().wait_event(event)
-    assert copied.tolist() == [1.0, 1.0]
     with pytest.raises(ReusedTooEarly):
         pinned.zero_()
+    assert copied.tolist() == [1.0, 1.0]
+    pinned.zero_()  # who reads a value waits for all that came before it on the stream
 
 
 def test_copies_to_the_gpu_are_whole_and_each_is_under_way_before_the_one_before_it_is_used() -> None:

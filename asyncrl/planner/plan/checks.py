@@ -77,7 +77,7 @@ def count_all(config: Config, replicas: int, receivers: int) -> list[Part]:
     num_weights = None if shared is None else shared.num_weights
     parts = memory.count_parts(config, num_weights, replicas, critic, buffer)
     if size is not None:
-        parts.append(sizes.beside_updates(sizes.estimate_activations(config, size), parts))
+        parts.append(sizes.estimate_activations(config, size))
     if shared is not None:
         parts.append(Part(SHM, VERSIONS, shared.num_bytes, shared.rule))
     return parts

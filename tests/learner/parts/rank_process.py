@@ -21,8 +21,8 @@ import torch
 
 from learner.backend import Placement
 from learner.batching.batch import build_batch
-from learner.megatron import optimizer
 from learner.megatron.backend import MegatronValueBackend
+from learner.megatron.optimizer import updates
 from tests.learner.backends.fsdp2.fsdp2_ways import run_fsdp2
 from tests.learner.checkpoint.resharding import run_resharded
 from tests.learner.guard.guarding import run_guard, run_plain_step, run_stuck
@@ -31,7 +31,7 @@ from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_backend, train, train_values
 from tests.learner.streaming.ranks import run_streamed
 
-optimizer.OVERLAP_BUCKET_ELEMENTS = 20_000  # several buckets, so that overlap has an order to keep
+updates.OVERLAP_BUCKET_ELEMENTS = 20_000  # several buckets, so that overlap has an order to keep
 
 
 def run_plain(placement: Placement, job: dict[str, Any], out: Path) -> dict[str, Any]:

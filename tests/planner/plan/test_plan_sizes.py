@@ -47,7 +47,7 @@ def test_a_policy_that_does_not_fit_a_gpu_is_refused_with_the_sum() -> None:
     assert line == (
         "learner.gpus: the run takes 147 GB of each GPU of the learner, which has 80: policy and its "
         "optimizer 147 ((weight 2 + gradient 4 + optimizer 12 bytes) x 8.19 G weights); "
-        "raise learner.tp, learner.pp or learner.dp, or set learner.offload with backend: fsdp2"
+        "raise learner.tp, learner.pp or learner.dp, or set learner.offload"
     )
 
 
@@ -61,7 +61,8 @@ def test_a_policy_that_does_not_fit_a_gpu_is_refused_with_the_sum() -> None:
         ({"dp": 4, "backend": "fsdp2"}, 33),
         ({"cp": 4}, 74),
         ({"dp": 2, "cp": 2}, 74),
-        ({"offload": True}, 147),
+        ({"offload": True}, 49),
+        ({"offload": True, "tp": 2, "dp": 2}, 25),
         ({"offload": True, "backend": "fsdp2", "dp": 4}, 0),
     ],
 )
@@ -70,25 +71,28 @@ def test_cutting_and_offloading_make_the_share_of_a_gpu_smaller(learner: dict[st
     assert round(sum(part.num_bytes for part in parts if part.where == LEARNER_GPU) / GB) == num_gb
 
 
-def test_an_offloaded_optimizer_is_on_the_gpu_in_an_update_when_the_activations_are_not() -> None:
-    """Megatron's update takes the state back whole; it spares what the activations take, no more."""
-    config = make_config(model={"path": "Qwen/Qwen3-8B"}, learner={"gpus": 1, "offload": True})
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_offloaded_optimizer_is_on_the_host_with_its_gradients_and_nothing_of_it_on_the_gpu(
+    dtype: str,
+) -> None:
+    """Float32 weights and moments of 12 bytes; 4 more are the pinned memory that gradients come to."""
+    model = {"path": "Qwen/Qwen3-8B", "dtype": dtype}
+    config = make_config(model=model, learner={"gpus": 1, "offload": True}, rollout={"gpus": 1})
     on_gpu = [part for part in checks.count_all(config, 0, 0) if part.where == LEARNER_GPU]
-    state, activations = 12 * NUM_WEIGHTS, sizes.estimate_activations(config, QWEN3_8B).num_bytes
-    assert activations - state > 0, "as many as the default has"
-    assert sum(part.num_bytes for part in on_gpu) == 6 * NUM_WEIGHTS + activations
-    few = make_config(
-        model={"path": "Qwen/Qwen3-8B"}, learner={"gpus": 1, "offload": True, "recompute": "full"}
-    )
-    on_gpu = [part for part in checks.count_all(few, 0, 0) if part.where == LEARNER_GPU]
-    assert sum(part.num_bytes for part in on_gpu) == 6 * NUM_WEIGHTS + state
-
-
-def test_what_is_offloaded_is_counted_on_the_host() -> None:
-    config = make_config(learner={"gpus": 1, "offload": True}, rollout={"gpus": 1})
+    activations = sizes.estimate_activations(config, QWEN3_8B).num_bytes
+    held = {"bfloat16": 2 + 4, "float32": 4 + 4}[dtype]
+    assert sum(part.num_bytes for part in on_gpu) == held * NUM_WEIGHTS + activations
     (line,) = lacks(config, host=64 * GB, gpu=160 * GB)
-    assert line.startswith("model.path: the run takes 20") and "optimizer of the policy 98.3" in line
+    assert "optimizer of the policy 131 ((optimizer 12 + gradient 4 bytes) x 8.19 G weights)" in line
     assert "copy of the policy for a checkpoint 98.3 (weight and moments 12 bytes x 8.19 G weights)" in line
+
+
+def test_an_offloaded_optimizer_of_a_learner_on_the_cpu_is_where_it_was() -> None:
+    found = {}
+    for offload in (False, True):
+        parts = count_parts(make_config(learner={"offload": offload}), NUM_WEIGHTS, 1)
+        found[offload] = sum(part.num_bytes for part in parts if part.where == HOST)
+    assert found[True] == found[False]
 
 
 @pytest.mark.parametrize("learner", [{}, {"gpus": 1, "tp": 2}, {"dp": 4, "backend": "fsdp2"}])

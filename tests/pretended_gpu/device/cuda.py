@@ -9,17 +9,21 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.tensor import DTensor
 
 from learner.attention import varlen
 from learner.numerics import device
 from tests.learner.attention import reference
-from tests.pretended_gpu.device.streams import STREAMS
-from tests.pretended_gpu.device.tensors import GPU, note_wait, pin, unpin, within_kernel
+from tests.pretended_gpu.device.streams import STREAMS, Seen
+from tests.pretended_gpu.device.tensors import GPU, NCCL, note_wait, pin, unpin, within_kernel
 
 VARLEN_CALLS: Counter[str] = Counter()
 """Calls of the stand-in for the variable-length kernel."""
@@ -30,17 +34,20 @@ MEMORY_SHARES: list[float] = []
 class Stream:
     """A stream: what it computes is there at once, what it copies once that is waited for."""
 
-    _numbers = itertools.count(1)
+    _numbers = itertools.count()
+    made: ClassVar[dict[int, Stream]] = {}
+    """By their numbers; 0 is the default one."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.device, self.cuda_stream = GPU, next(self._numbers)
+        self.made[self.cuda_stream] = self
 
     def synchronize(self) -> None:
         note_wait()
-        STREAMS.wait(self.cuda_stream)
+        STREAMS.wait(STREAMS.now(self.cuda_stream))
 
     def wait_stream(self, other: Stream) -> None:
-        STREAMS.order(other.cuda_stream, STREAMS.num_issued)
+        STREAMS.order(self.cuda_stream, STREAMS.now(other.cuda_stream))
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)
@@ -54,22 +61,24 @@ class Stream:
         return True
 
 
+DEFAULT = Stream()
+
+
 class Event:
     """An event, which happens once the host waits for it; one that was never recorded has happened."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        self._stream, self._number = 0, 0
+        self._seen: Seen = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        self._stream = STREAMS.current if stream is None else stream.cuda_stream
-        self._number = STREAMS.num_issued
+        self._seen = STREAMS.now(STREAMS.current if stream is None else stream.cuda_stream)
 
     def synchronize(self) -> None:
         note_wait()
-        STREAMS.wait(self._stream, self._number)
+        STREAMS.wait(self._seen)
 
-    def wait(self, _: Stream | None = None) -> None:
-        STREAMS.order(self._stream, self._number)
+    def wait(self, stream: Stream | None = None) -> None:
+        STREAMS.order(STREAMS.current if stream is None else stream.cuda_stream, self._seen)
 
     def query(self) -> bool:
         return True
@@ -106,6 +115,21 @@ def _on_gpu_where_asked(factory: Callable[..., torch.Tensor]) -> Callable[..., t
     return make
 
 
+def _current_device() -> int | torch.device:
+    """Return the number of the device; Megatron gives it to factories, which take none without a GPU."""
+    caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+    return GPU if caller.startswith("megatron.") else 0
+
+
+def _move_states(parameters: list[torch.Tensor], buffers: list[torch.Tensor], device: torch.device) -> None:
+    """Stand for FSDP2's function, which sets `data` of tensors of the CPU."""
+    for tensor in (*parameters, *buffers):
+        if tensor.device.type == "cpu":
+            there = tensor.detach().to(device)
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            torch.utils.swap_tensors(tensor, torch.nn.Parameter(there) if is_parameter else there)
+
+
 @functools.wraps(reference.varlen_attn)
 def _attend(*args: Any, **options: Any) -> torch.Tensor:
     VARLEN_CALLS["forward"] += 1
@@ -115,15 +139,13 @@ def _attend(*args: Any, **options: Any) -> torch.Tensor:
 
 def make_streams() -> dict[str, Any]:
     """Return the stand-ins for `torch.cuda`'s functions and classes about streams and copies, by name."""
-    default = Stream()
-    default.cuda_stream = STREAMS.current
     return {
         "synchronize": _synchronize,
         "cudart": lambda: Runtime,
         "Stream": Stream,
         "Event": Event,
-        "current_stream": lambda *_: default,
-        "default_stream": lambda *_: default,
+        "current_stream": lambda *_: Stream.made[STREAMS.current],
+        "default_stream": lambda *_: DEFAULT,
         "stream": lambda stream: STREAMS.on(stream.cuda_stream),
     }
 
@@ -138,7 +160,7 @@ def install() -> None:
         "_lazy_init": lambda: None,
         "init": lambda: None,
         "device_count": lambda: 1,
-        "current_device": lambda: GPU,  # a number: PyTorch takes none for a device without an accelerator
+        "current_device": _current_device,
         "set_device": lambda _: None,
         "set_per_process_memory_fraction": lambda share, *_: MEMORY_SHARES.append(share),
         "get_device_capability": lambda *_: (9, 0),
@@ -168,5 +190,10 @@ def install() -> None:
     for name in ("tensor", "as_tensor", "from_numpy"):  # their C++ asks for a driver before any mode is asked
         setattr(torch, name, _on_gpu_where_asked(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *_, **options: self.to(GPU, **options)  # type: ignore[method-assign]
+    _fsdp_init._move_states_to_device = _move_states
+    for name in ("device", "is_cuda", "is_cpu", "is_meta"):  # C++ sees what is underneath
+        setattr(DTensor, name, property(lambda self, name=name: getattr(self._local_tensor, name)))
     device.BACKENDS["cuda"] = "gloo"
+    NCCL.append(True)
+    distributed_c10d._get_object_coll_device = lambda _=None: GPU
     varlen.varlen_attn = _attend  # type: ignore[assignment]

@@ -1,8 +1,8 @@
 """Streams of a pretended GPU: a copy from or to pinned memory happens as late as a GPU may make it.
 
 What is computed is there at once. A copy to the host leaves nonsense until the host has waited for it, one to
-the GPU until the stream that reads it has waited for it; until the host has waited for that, nothing may be
-written where it is read from.
+the GPU until the stream that reads it has waited for it; until the host, or the stream that writes there, has
+waited for that, nothing may be written where it is read from.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+
+Seen = dict[int, int]
+"""By stream: the last copy that has happened for whoever has seen this much."""
 
 
 class ReusedTooEarly(RuntimeError):
@@ -27,6 +30,9 @@ class _Copy:
     is_to_host: bool
     pinned: torch.Tensor
 
+    def has_happened(self, seen: Seen) -> bool:
+        return self.number <= seen.get(self.stream, 0)
+
 
 @dataclass
 class Streams:
@@ -35,6 +41,8 @@ class Streams:
     current: int = 0
     copies: list[_Copy] = field(default_factory=list)
     num_issued: int = 0
+    seen: dict[int, Seen] = field(default_factory=dict)
+    """By stream: the copies that its next work comes after."""
 
     @contextlib.contextmanager
     def on(self, stream: int) -> Iterator[None]:
@@ -47,7 +55,7 @@ class Streams:
 
     def copy_to_host(self, target: torch.Tensor, values: torch.Tensor) -> None:
         """Begin a copy into pinned memory."""
-        self.check_write(target)
+        self.check_write(target, self.now(self.current))
         source = values.clone()
         self._issue(lambda: target.copy_(source), True, target)
         target.fill_(float("nan") if target.is_floating_point() else 1)
@@ -58,30 +66,40 @@ class Streams:
         if self.current:
             target.fill_(float("nan") if target.is_floating_point() else 1)
         else:
-            self.order(0, self.num_issued)  # all that is computed comes after it
+            self.order(0, self.now(0))  # all that is computed comes after it
 
-    def order(self, stream: int, number: int) -> None:
-        """Have what is computed from now on see what `stream` copied to the GPU up to `number`."""
+    def now(self, stream: int) -> Seen:
+        """Return what work that `stream` is given from now on comes after."""
+        return {**self.seen.get(stream, {}), stream: self.num_issued}
+
+    def order(self, stream: int, seen: Seen) -> None:
+        """Have `stream` wait for `seen`; what is computed from now on sees what that copied to the GPU."""
+        own = self.seen.setdefault(stream, {})
+        own.update({other: max(number, own.get(other, 0)) for other, number in seen.items()})
         for copy in self.copies:
-            if copy.stream == stream and copy.number <= number and not copy.is_to_host:
+            if copy.has_happened(seen) and not copy.is_to_host:
                 self._make(copy)
 
-    def wait(self, stream: int | None = None, number: int | None = None) -> None:
-        """Have the host wait for the copies of `stream` up to `number`, or for all."""
+    def wait(self, seen: Seen | None = None) -> None:
+        """Have the host wait for `seen`, or for all copies."""
         for copy in list(self.copies):
-            if stream in (None, copy.stream) and (number is None or copy.number <= number):
+            if seen is None or copy.has_happened(seen):
                 self._make(copy)
                 self.copies.remove(copy)
 
-    def check_write(self, tensor: torch.Tensor) -> None:
-        """Raise ReusedTooEarly if a copy to the GPU may still read what the host is about to write."""
+    def check_write(self, tensor: torch.Tensor, seen: Seen | None = None) -> None:
+        """Raise ReusedTooEarly if a copy to the GPU may still read what is about to be written.
+
+        Args:
+            seen: What the writer comes after; None for the host, which has seen what it has waited for.
+        """
         start = tensor.data_ptr()
         end = start + tensor.numel() * tensor.itemsize
         for copy in self.copies:
             pinned = copy.pinned
             first = pinned.data_ptr()
             is_shared = first < end and start < first + pinned.numel() * pinned.itemsize
-            if is_shared and not copy.is_to_host:
+            if is_shared and not copy.is_to_host and not copy.has_happened(seen or {}):
                 raise ReusedTooEarly(f"copy {copy.number} may still read the {tuple(tensor.shape)} here")
 
     def _issue(self, make: Callable[[], object], is_to_host: bool, pinned: torch.Tensor) -> None:

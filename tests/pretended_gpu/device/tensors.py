@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -26,6 +28,8 @@ _UNDERNEATH = torch.device("meta")
 _NAMES = (GPU.type, _UNDERNEATH.type)
 WAITS: Counter[str] = Counter()
 """Times that the host waited for the device, by file and line."""
+NCCL: list[bool] = []
+"""Not empty: the backend of torch.distributed stands for NCCL, which takes tensors of a GPU alone."""
 PACKAGES = ("/learner/", "/weight_sync/", "/rollout_service/", "/megatron/")
 _COPYING = ("aten::_to_copy", "aten::copy_")
 _READS = (
@@ -53,6 +57,8 @@ _UNREPEATABLE: Mapping[str, Callable[..., bool]] = {
 }
 """Operations without a deterministic kernel on GPUs, and when: `torch.use_deterministic_algorithms`."""
 _LISTS = ("aten::_foreach", "aten::_fused_adam")
+_kernels: list[None] = []
+"""An entry for each kernel that is computed at the moment."""
 _pinned: dict[int, torch.Tensor | None] = {}
 """Pinned memory by its address; it is kept where it was made pinned, so that no other comes to lie there."""
 
@@ -123,7 +129,7 @@ class GpuTensor(torch.Tensor):
         return super().to(*args, **options)
 
     def tolist(self) -> Any:
-        note_wait()
+        wait()
         return self.values.tolist()
 
     def numpy(self, *_: object, **__: object) -> Any:
@@ -153,6 +159,8 @@ class PretendedGpu(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # its own operations come here then
         return _run(func, tuple(args), dict(kwargs or {}))
 
 
@@ -163,11 +171,17 @@ def to_gpu(values: torch.Tensor) -> GpuTensor:
 
 @contextlib.contextmanager
 def within_kernel() -> Iterator[None]:
-    """Count no wait: what happens here stands for one kernel."""
-    before = Counter(WAITS)
+    """Let nobody wait: what happens here stands for one kernel."""
+    _kernels.append(None)
     yield
-    WAITS.clear()
-    WAITS.update(before)
+    _kernels.pop()
+
+
+def wait() -> None:
+    """Have the host wait for what the current stream was given."""
+    if not _kernels:
+        note_wait()
+        STREAMS.wait(STREAMS.now(STREAMS.current))
 
 
 def note_wait() -> None:
@@ -186,15 +200,21 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     to_gpu_is_asked = wanted is not None and torch.device(wanted).type in _NAMES
     if not (is_on_gpu or to_gpu_is_asked):
         return _run_on_cpu(func, args, kwargs)
+    if name.startswith("c10d::"):
+        return _communicate(func, leaves, args, kwargs)
     _check_devices(name, leaves, is_on_gpu)
     if is_on_gpu and torch.are_deterministic_algorithms_enabled():
         _check_repeats(name, args, kwargs)
-    _count_wait(name, args, kwargs, to_gpu_is_asked)
+    is_sent = name == "aten::_to_copy" and _is_sent(args[0], kwargs)
+    if not is_sent:
+        _count_wait(name, args, kwargs, to_gpu_is_asked)
     if wanted is not None:
         kwargs["device"] = torch.device("cpu")
     kwargs.pop("pin_memory", None)
     if name == "aten::copy_" and _is_under_way(args, kwargs):
         return _copy_later(args[0], args[1])
+    if is_sent:
+        return _copy_later(_make_target(args[0], kwargs, to_gpu_is_asked), args[0])
     found = _compute(func, tree_map(_values, args), tree_map(_values, kwargs))
     goes_to_cpu = name == "aten::_to_copy" and wanted is not None and not to_gpu_is_asked
     if name == "aten::_local_scalar_dense" or goes_to_cpu:
@@ -205,10 +225,31 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return return_and_correct_aliasing(func, args, kwargs, wrapped)
 
 
+def _communicate(
+    func: Any, leaves: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a collective operation of gloo on the values, whose results are the tensors that were given."""
+    given = {id(leaf.values): leaf for leaf in leaves if isinstance(leaf, GpuTensor)}
+    _check_collective(func._schema.name, leaves)
+    found = func(*tree_map(_values, args), **tree_map(_values, kwargs))
+    return tree_map(lambda one: given.get(id(one), one), found)
+
+
+def _check_collective(name: str, leaves: Sequence[torch.Tensor]) -> None:
+    """Raise for tensors of the CPU, as NCCL does, which the backend stands for."""
+    on_cpu = [tuple(leaf.shape) for leaf in leaves if not isinstance(leaf, GpuTensor)]
+    if NCCL and on_cpu and name != "c10d::barrier":
+        raise RuntimeError(f"No backend type associated with device type cpu: {name} of shapes {on_cpu}")
+
+
 def _run_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_pinned = kwargs.pop("pin_memory", None) or func._schema.name == "aten::_pin_memory"
     if func._schema.name == "aten::is_pinned":
         return _is_pinned(args[0])
+    if func._schema.name.startswith("c10d::"):
+        _check_collective(
+            func._schema.name, [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        )
     for tensor in _written(func, args):
         STREAMS.check_write(tensor)
     found = args[0].clone() if func._schema.name == "aten::_pin_memory" else func(*args, **kwargs)
@@ -224,6 +265,24 @@ def _is_under_way(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return is_async and len(hosts) == 1 and _is_pinned(hosts[0])
 
 
+def _is_sent(source: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a copy goes to the other side and nobody waits: from pinned memory, or to some that it pins."""
+    device = kwargs.get("device")
+    if device is None or not kwargs.get("non_blocking"):
+        return False
+    is_on_gpu = isinstance(source, GpuTensor)
+    is_kept = kwargs.get("dtype") in (None, source.dtype)
+    return is_on_gpu != (device.type in _NAMES) and (is_on_gpu or (is_kept and _is_pinned(source)))
+
+
+def _make_target(source: torch.Tensor, kwargs: Mapping[str, Any], is_to_gpu: bool) -> torch.Tensor:
+    made = torch.empty_like(_values(source), dtype=kwargs.get("dtype"))
+    if is_to_gpu:
+        return GpuTensor(made)
+    _pinned[made.untyped_storage().data_ptr()] = made
+    return made
+
+
 def _copy_later(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     if isinstance(target, GpuTensor):
         STREAMS.copy_to_gpu(target.values, source)
@@ -234,11 +293,9 @@ def _copy_later(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 def _written(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
     """Return the tensors that an operation writes into."""
-    return [
-        argument
-        for wanted, argument in zip(func._schema.arguments, args, strict=False)
-        if wanted.is_write and isinstance(argument, torch.Tensor)
-    ]
+    found = [one for wanted, one in zip(func._schema.arguments, args, strict=False) if wanted.is_write]
+    leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves if not isinstance(leaf, FakeTensor)]  # which has no memory
 
 
 def _values(leaf: Any) -> Any:
@@ -279,16 +336,16 @@ def _check_repeats(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _count_wait(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], to_gpu_is_asked: bool) -> None:
     if name in _READS:
-        note_wait()
+        wait()
     elif name in _INDEXING:
         indices = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, torch.Tensor)]
         is_waited_for = [
             not isinstance(one, GpuTensor) or one.dtype in (torch.bool, torch.uint8) for one in indices
         ]
         if any(is_waited_for):
-            note_wait()
+            wait()
     elif name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
-        note_wait()
+        wait()
     elif name in _COPYING:
         source, target = (args[1], args[0]) if name == "aten::copy_" else (args[0], None)
         is_within = isinstance(source, GpuTensor) and (
@@ -298,7 +355,7 @@ def _count_wait(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], to_gpu
         host = source if not isinstance(source, GpuTensor) else target
         has_pinned = host is not None and _is_pinned(host)
         if not is_within and not (is_async and has_pinned):
-            note_wait()
+            wait()
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

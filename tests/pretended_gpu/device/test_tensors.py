@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.pretended_gpu.device import tensors
 from tests.pretended_gpu.device.tensors import GPU, WAITS, GpuTensor, MixedDevices, to_gpu
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -63,9 +65,43 @@ def test_an_operation_on_both_devices_is_refused_and_a_number_is_none() -> None:
         (lambda x: x.index_select(0, to_gpu(torch.tensor([0]))), 0),
         (lambda x: torch.where(x > 0, x, 0.0).sum(), 0),
         (lambda x: x.to(torch.float64), 0),
+        (lambda x: x.to("cpu", non_blocking=True), 0),  # PyTorch pins what it copies to
     ],
 )
 def test_the_host_waits_where_it_needs_a_value_or_a_shape(use: object, num_waits: int) -> None:
     assert callable(use)
     use(to_gpu(torch.ones(3)))
     assert WAITS.total() == num_waits
+
+
+def test_a_copy_to_the_host_that_nobody_waits_for_is_there_once_the_host_has_waited() -> None:
+    x = to_gpu(torch.ones(3))
+    copy = x.to("cpu", non_blocking=True)
+    assert copy.isnan().all()
+    x.sum().item()  # of the same stream
+    assert copy.tolist() == [1.0] * 3
+
+
+def test_a_kernel_s_own_reads_let_the_host_wait_for_nothing() -> None:
+    x = to_gpu(torch.ones(3))
+    with tensors.within_kernel():
+        assert float(x.sum()) == 3.0
+    assert not WAITS.total()
+
+
+def test_a_collective_of_nccl_takes_tensors_of_the_gpu_alone_and_gives_them_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tensors, "NCCL", [True])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, parts = to_gpu(torch.ones(3)), to_gpu(torch.zeros(3))
+        dist.all_reduce(x)
+        dist.all_gather_single(parts, x)
+        assert isinstance(parts, GpuTensor) and parts.tolist() == [1.0] * 3
+        with pytest.raises(RuntimeError, match=r"device type cpu: c10d::allreduce_ of shapes \[\(2,\)\]"):
+            dist.all_reduce(torch.ones(2))
+        with pytest.raises(RuntimeError, match="device type cpu"):
+            dist.all_gather_single(torch.zeros(3), x)
+    finally:
+        dist.destroy_process_group()

@@ -90,7 +90,7 @@ class LearnerSection(Section):
     Its ranks are tp x pp x cp x dp: matrices, layers (each stage in `vpp` parts), tokens of a row and rows
     are cut. `sequence_parallel` (with tp) and `recompute` save memory; `overlap` sends while computing.
     `backend: fsdp2` runs any Hugging Face model, cut over dp; `compile` puts each of its layers through
-    torch.compile. `offload` keeps the optimizer's state in host memory, with fsdp2 the weights too.
+    torch.compile. `offload` keeps AdamW on the host, where it has `cpus` cores; with fsdp2 the weights too.
 
     With `stream` a step begins with the groups that are complete and takes the others as they come, while
     replicas still work on them; the update comes when all are there, and its gradients are those of the
@@ -143,7 +143,7 @@ class LearnerSection(Section):
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """[1] Largest norm of the gradient; larger ones are scaled down."""
     offload: bool = False
-    """Whether the optimizer's state is in host memory; with fsdp2 the weights too."""
+    """Whether a GPU learner's AdamW and its state are on the host; with fsdp2 the weights too."""
     compile: bool = False
     """Whether each layer is compiled with torch.compile; fsdp2 only."""
     kernels: Literal["auto", "torch", "te"] = "auto"

@@ -25,13 +25,11 @@ BUFFER, FRONT_ENDS, ENGINE_CORES, VERSIONS = (
     "versions on their way",
 )
 """Users of main memory whose size a key of the configuration sets."""
-IN_AN_UPDATE = "optimizer in an update"
-"""Megatron takes a state that rests on the host to the GPU for each update, when no activations are there."""
 UTILIZATION = "gpu_memory_utilization"
 LEARNER_GPU, ROLLOUT_GPU = "each GPU of the learner", "each GPU of a replica"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES, MOMENT_BYTES, MAIN_BYTES = 4, 8, 4
-"""Per weight: a float32 gradient, AdamW's two moments, the float32 copy of a 16-bit weight."""
+"""Per weight: a float32 gradient, AdamW's two moments, the float32 copy of a 16-bit or offloaded weight."""
 SNAPSHOT_BYTES = 12
 """Per weight of a trained model: the host's copy for a checkpoint, of which each rank has its share."""
 GB = 10**9
@@ -152,12 +150,13 @@ def _models(config: Config, num_weights: int, critic_weights: int | None) -> Ite
     state = (main + MOMENT_BYTES) / shards
     weights = f"weight {item}{shared} + gradient {GRADIENT_BYTES}{shared}"
     optimizer = f"optimizer {main + MOMENT_BYTES}{cut}"
+    if learner.offload and learner.gpus and not is_sharded:  # gradients go to the host's AdamW
+        state = (MAIN_BYTES + MOMENT_BYTES + GRADIENT_BYTES) / shards
+        optimizer = f"optimizer {MAIN_BYTES + MOMENT_BYTES} + gradient {GRADIENT_BYTES}{cut}"
     for name, size in _trained(config, num_weights, critic_weights).items():
         if learner.offload:
             yield _Model(f"{name} and its gradient", size, held, f"{weights} bytes", is_sharded)
             yield _Model(f"optimizer of the {name}", size, state, f"{optimizer} bytes", is_offloaded=True)
-            if not is_sharded:
-                yield _Model(f"{IN_AN_UPDATE} of the {name}", size, state, f"{optimizer} bytes, all at once")
         else:
             yield _Model(f"{name} and its optimizer", size, held + state, f"{weights} + {optimizer} bytes")
     if config.algorithm.kl.coef > 0:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from asyncrl.core.config.models.architectures import ModelSize
@@ -19,7 +18,6 @@ from asyncrl.planner.plan.footprint.memory import (
     FRONT_ENDS,
     GB,
     HOST,
-    IN_AN_UPDATE,
     ITEM_BYTES,
     LEARNER_GPU,
     ROLLOUT_GPU,
@@ -38,7 +36,7 @@ FROM_HIDDEN, FROM_MLP, FROM_HEADS = 6, 4, 4
 REMEDIES = {
     HOST: "lower rollout.replicas, rollout.kv_cache_bytes or buffer.memory_bytes, or take a smaller model",
     SHM: "enlarge it (mount -o remount,size=..., or --shm-size of a container), or lower rollout.replicas",
-    LEARNER_GPU: "raise learner.tp, learner.pp or learner.dp, or set learner.offload with backend: fsdp2",
+    LEARNER_GPU: "raise learner.tp, learner.pp or learner.dp, or set learner.offload",
     ROLLOUT_GPU: "raise rollout.gpus",
 }
 REMEDY_OF_SHARE = "raise this share of the GPU and lower the other one"
@@ -137,15 +135,6 @@ def estimate_activations(config: Config, size: ModelSize) -> Part:
     ranks = 1 if learner.gpus else learner.num_ranks
     num_bytes = tokens * numbers * item * ranks // cuts
     return Part(LEARNER_GPU if learner.gpus else HOST, ACTIVATIONS, num_bytes, rule)
-
-
-def beside_updates(activations: Part, parts: Sequence[Part]) -> Part:
-    """Return what activations take beyond an optimizer that is on the GPU when they are not."""
-    there = sum(part.num_bytes for part in parts if part.what.startswith(IN_AN_UPDATE))
-    if not there or activations.where != LEARNER_GPU:
-        return activations
-    rule = f"{activations.rule}, less the optimizer, which is not there then"
-    return replace(activations, num_bytes=max(0, activations.num_bytes - there), rule=rule)
 
 
 def count_tokens(config: Config) -> int:

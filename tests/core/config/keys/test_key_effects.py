@@ -401,7 +401,7 @@ SHOWN_BY: Mapping[str, tuple[str, str]] = {
         "test_torch_compile_changes_nothing_but_the_rounding",
     ),
     "learner.kernels": (
-        "tests/pretended_gpu/test_te_layers.py",
+        "tests/pretended_gpu/learner/test_te_layers.py",
         "test_layers_of_transformer_engine_are_taken_where_they_are_asked_for_and_can_run",
     ),
     "learner.overlap": (

@@ -13,9 +13,9 @@ import torch
 
 from asyncrl.core.config.gpus import memory_share
 from tests.learner.parts.samples import save_model
-from tests.pretended_gpu.preset_learners import learners, run
+from tests.pretended_gpu.learner.preset_learners import learners, run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOLERANCE = 0.1
 LEARNERS = learners()
 pytestmark = pytest.mark.long
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.long
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a process with a pretended GPU has left a model, and what each learner computed with it."""
     folder = tmp_path_factory.mktemp("presets")
-    command = [sys.executable, "-m", "tests.pretended_gpu.preset_learners"]
+    command = [sys.executable, "-m", "tests.pretended_gpu.learner.preset_learners"]
     command += [str(save_model(folder / "model")), str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -1,6 +1,6 @@
 """The learner of each preset for GPUs, shrunk to a rank and a model of two layers, on the pretended GPU.
 
-python -m tests.pretended_gpu.preset_learners MODEL OUTPUT
+python -m tests.pretended_gpu.learner.preset_learners MODEL OUTPUT
 """
 
 from __future__ import annotations

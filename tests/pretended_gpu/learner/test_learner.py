@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.learner.parts.samples import save_model
-from tests.pretended_gpu.learner_steps import assert_is_published, run, run_on_gpu
+from tests.pretended_gpu.learner.steps import (
+    assert_is_published,
+    assert_updates_alike,
+    assert_weights_alike,
+    result,
+    run,
+    run_on_gpu,
+)
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a process with a pretended GPU has left a model, and what it computed with it."""
-    folder = tmp_path_factory.mktemp("gpu")
-    run_on_gpu(folder, save_model(folder / "model"), TOLERANCE)
-    return folder
-
-
 @pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
-def found(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
-    """What was computed on the pretended GPU, and under "cpu" what the CPU computes."""
-    dtype = request.param
-    on_gpu: dict[str, Any] = torch.load(folder / f"{dtype}.pt")
-    on_cpu = run(folder / "model", dtype, folder / "cpu" / dtype, 0)
-    return {**on_gpu, "cpu": on_cpu, "tolerance": TOLERANCE[dtype]}
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process with a pretended GPU has computed, and under "cpu" what the CPU computes."""
+    dtype, folder = request.param, tmp_path_factory.mktemp("gpu")
+    fsdp2 = f"{dtype}:fsdp2:once"
+    run_on_gpu(folder, model := save_model(folder / "model"), [dtype, fsdp2])
+    ours = {**result(folder, dtype), "fsdp2": result(folder, fsdp2)}
+    on_cpu = {**run(model, dtype, folder / "cpu", 0), "fsdp2": run(model, fsdp2, folder / "cpu", 0)}
+    return {**ours, "cpu": on_cpu, "tolerance": TOLERANCE[dtype]}
 
 
 def test_all_of_the_model_is_on_the_gpu(found: dict[str, Any]) -> None:
@@ -59,18 +59,25 @@ def test_log_probs_are_those_of_the_cpu(found: dict[str, Any]) -> None:
 def test_updates_before_and_after_a_rollback_and_a_resume_are_those_of_the_cpu(
     found: dict[str, Any], part: str
 ) -> None:
-    assert len(found[part]) == len(found["cpu"][part]) > 0
-    for ours, wanted in zip(found[part], found["cpu"][part], strict=True):
-        assert ours == pytest.approx(wanted, abs=found["tolerance"], rel=found["tolerance"])
-        assert ours["actor/grad_norm"] > 0
+    assert_updates_alike(found[part], found["cpu"][part], found["tolerance"])
+    assert all(one["actor/grad_norm"] > 0 for one in found[part])
     assert found["rolled back"] == found["resumed"]
 
 
 def test_weights_that_are_exported_are_those_of_the_cpu(found: dict[str, Any]) -> None:
-    ours, wanted = found["exported"], found["cpu"]["exported"]
-    assert ours.keys() == wanted.keys()
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, wanted[name], atol=0.05 * found["tolerance"], rtol=0.01)
+    assert_weights_alike(found["exported"], found["cpu"]["exported"], found["tolerance"])
+
+
+def test_fsdp2_s_step_is_that_of_the_cpu_and_the_host_waits_as_often_as_with_megatron(
+    found: dict[str, Any],
+) -> None:
+    ours, wanted = found["fsdp2"], found["cpu"]["fsdp2"]
+    assert (ours["device"], ours["varlen calls"] > 0) == ("cuda:0", found["varlen calls"] > 0)
+    assert_updates_alike(ours["metrics"], wanted["metrics"], found["tolerance"])
+    assert_weights_alike(ours["exported"], wanted["exported"], found["tolerance"])
+    assert ours["microbatches"] >= 3
+    assert sum(ours["waits of gradients"].values()) <= 1, ours["waits of gradients"]
+    assert 1 <= sum(ours["waits of a step"].values()) <= 3, ours["waits of a step"]
 
 
 def test_the_host_waits_for_no_microbatch_and_three_times_for_a_step(found: dict[str, Any]) -> None:

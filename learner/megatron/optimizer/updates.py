@@ -8,12 +8,10 @@ under `overlap_param_gather`, where they are otherwise fetched by the next forwa
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import megatron.core.optimizer
-import megatron.core.tensor_parallel.layers
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -24,11 +22,10 @@ from megatron.core.transformer import TransformerConfig
 
 from asyncrl.core.config.tree import LearnerSection
 from learner.megatron import cpu_adaptor
+from learner.megatron.optimizer.host import HostAdamW, make_no_mains, move_to_host
 
 OVERLAP_BUCKET_ELEMENTS: int | None = None
 """Gradients sent at once under overlap; None leaves it to Megatron (40 M, or 1 M per rank)."""
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Updates:
@@ -60,8 +57,9 @@ class Updates:
                 _spare_lone_rank(group)
         self.optimizer = _make_optimizer(self.chunks, config, dtype, overlaps)
         self._overlaps, self._is_behind = overlaps, False
-        self._device, self._offloads = next(chunks[0].parameters()).device, config.offload
-        self._rest()
+        self._device = next(chunks[0].parameters()).device
+        if config.offload:
+            self.raise_offload()
         if overlaps:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -74,12 +72,11 @@ class Updates:
         self._is_behind = False
 
     def raise_offload(self) -> str:
-        """Keep AdamW's state on the host from now on; return what was moved, "" if that is so already."""
-        if self._offloads or self._device.type == "cpu":
+        """Keep AdamW on the host from now on; return what was moved, "" if it is there already."""
+        if self._device.type == "cpu" or isinstance(self.optimizer.optimizer, HostAdamW):
             return ""
-        self._offloads = True
-        self._rest()
-        return "the optimizer's state"
+        move_to_host(self.optimizer)
+        return "the optimizer and its state"
 
     def step(
         self, lr: float, grad_clip: float, may_step: Callable[[float], bool], scale: float
@@ -92,8 +89,6 @@ class Updates:
         """
         for group in self.optimizer.optimizer.param_groups:
             group["lr"] = lr
-        if self._offloads:
-            self._move_state(self._device)
         if scale != 1.0:
             for chunk in self.chunks:
                 chunk.scale_gradients(1.0 / scale)
@@ -104,7 +99,6 @@ class Updates:
             self._clip_gradients(grad_clip / (grad_norm + 1e-6))
             self.optimizer.step_with_ready_grads()
             self._is_behind = self._overlaps
-        self._rest()
         return grad_norm, has_stepped
 
     def sync_parameters(self) -> None:
@@ -116,7 +110,11 @@ class Updates:
 
     def restore_parameters(self) -> None:
         """Take the weights from the optimizer, as after an update. Collective."""
-        self.optimizer._copy_main_params_to_model_params()
+        inner = self.optimizer.optimizer
+        if isinstance(inner, HostAdamW):
+            inner.send_weights()
+        else:
+            self.optimizer._copy_main_params_to_model_params()
         for chunk in self.chunks:
             chunk.start_param_sync(force_sync=True)
         self._is_behind = False
@@ -133,48 +131,11 @@ class Updates:
         return math.sqrt(float(square))
 
     def _clip_gradients(self, scale: float) -> None:
-        found = (parameter.grad for parameter in self.optimizer.get_parameters())
+        name = "decoupled_grad" if isinstance(self.optimizer.optimizer, HostAdamW) else "grad"
+        found = (getattr(parameter, name) for parameter in self.optimizer.get_parameters())
         gradients = [gradient for gradient in found if gradient is not None]
         if scale < 1.0 and gradients:
             torch._foreach_mul_(gradients, scale)
-
-    def _rest(self) -> None:
-        """Leave the device's memory to activations until the next step, if that is wanted."""
-        if self._offloads:
-            self.optimizer.zero_grad()  # gradients of the float32 parameters live where these do
-            self._move_state(torch.device("cpu"))
-
-    def _move_state(self, device: torch.device) -> None:
-        """Move AdamW's moments, and the float32 parameters of a 16-bit model, between device and host."""
-        for state in self.optimizer.optimizer.state.values():
-            state.update({moment: state[moment].to(device) for moment in MOMENTS if moment in state})
-        for main_group in self.optimizer.shard_fp32_from_float16_groups:
-            for main in main_group:
-                main.data = main.data.to(device)
-
-
-def bind_weight_gradient() -> None:
-    """Have Megatron's matrices add their gradients to the float32 buffers while they multiply.
-
-    Megatron has it by a function of Apex for CUDA. Without it every gradient is a fresh tensor in the model's
-    number format: a GPU writes and reads it once more and rounds it before it is added, and its pages cost a
-    CPU more than the addition. To be called before a model is made.
-    """
-    layers = vars(megatron.core.tensor_parallel.layers)
-    layers["fused_weight_gradient_mlp_cuda"] = types.SimpleNamespace(
-        wgrad_gemm_accum_fp32=add_weight_gradient
-    )
-    layers["_grad_accum_fusion_available"] = True
-
-
-def add_weight_gradient(inputs_NI: torch.Tensor, gradient_NO: torch.Tensor, total_OI: torch.Tensor) -> None:
-    """Add gradient.T @ inputs to the float32 `total_OI`; N positions, I columns in, O out."""
-    if inputs_NI.dtype is torch.float32:
-        total_OI.addmm_(gradient_NO.T, inputs_NI)
-    elif inputs_NI.device.type == "cpu":
-        total_OI.add_(gradient_NO.T @ inputs_NI)
-    else:
-        torch.addmm(total_OI, gradient_NO.T, inputs_NI, out_dtype=torch.float32, out=total_OI)
 
 
 class _Bucket(Protocol):
@@ -219,6 +180,8 @@ def _make_optimizer(
         overlap_param_gather=overlaps,
     )
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    if config.offload and parameters[0].is_cuda:
+        make_no_mains(optimizer_config)
     # Megatron takes that of Transformer Engine or Apex where one is installed: their step is elsewhere.
     megatron.core.optimizer.Adam, megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
     with cpu_adaptor.cuda_type_names(parameters):

@@ -15,7 +15,7 @@ from asyncrl.core.errors import ConfigError
 from learner.megatron import convert, rows
 from learner.megatron.model import te_layers
 from tests.learner.parts.samples import save_model
-from tests.pretended_gpu.learner_steps import assert_is_published, run, run_on_gpu
+from tests.pretended_gpu.learner.steps import assert_is_published, result, run, run_on_gpu
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -102,7 +102,7 @@ def test_a_learner_s_step_on_a_stand_in_for_transformer_engine_is_that_of_torch_
     """
     model = save_model(tmp_path / "model", kind)
     run_on_gpu(tmp_path, model, ["bfloat16", "bfloat16:te"])
-    ours, torchs = (torch.load(tmp_path / f"bfloat16{kernels}.pt") for kernels in (":te", ""))
+    ours, torchs = (result(tmp_path, f"bfloat16{kernels}") for kernels in (":te", ""))
     assert not torchs["te"]["made"] and torchs["varlen calls"] > 0 == ours["varlen calls"]
     made = [name for name, _ in ours["te"]["made"]]
     num_models, num_norms = 2, 2 * 2 + 1 if kind == "qwen3" else 1  # one opened to be resumed
