@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", choices=QWEN3, default="1.7B")
     parser.add_argument("--backend", choices=backend_names(), default="megatron")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
-    parser.add_argument("--offload", action="store_true", help="keep the optimizer's state on the host")
+    parser.add_argument("--offload", action="store_true", help="keep AdamW and its state on the host")
     parser.add_argument("--updates", type=int, default=6)
     given = parser.parse_args(arguments)
     return run_part(given, lambda: list(measure(make_work(given))), check)

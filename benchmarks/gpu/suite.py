@@ -79,6 +79,7 @@ PARTS = (
         (GPU, MEGATRON, "transformers"),
     ),
     _learner("learner_1.7B_fsdp2", 90, "--model", "1.7B", "--backend", "fsdp2", "--updates", "3"),
+    _learner("learner_1.7B_offload", 60, "--model", "1.7B", "--offload", "--updates", "3"),
     _learner("learner_4B", 120, "--model", "4B", "--recompute", "full", "--updates", "3"),
     Part(
         "learner_8B_offload",

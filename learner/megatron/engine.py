@@ -37,8 +37,7 @@ cpu_adaptor.install()  # before anything of Megatron is bound below
 
 from learner.megatron import convert, groups  # noqa: E402
 from learner.megatron.model import architecture, heads, te_layers  # noqa: E402
-from learner.megatron.optimizer.gradients import bind_weight_gradient  # noqa: E402
-from learner.megatron.optimizer.updates import Updates  # noqa: E402
+from learner.megatron.optimizer.updates import Updates, bind_weight_gradient  # noqa: E402
 from learner.megatron.rows import ExportedParts  # noqa: E402
 from learner.megatron.schedule import ColumnsLoss, Schedule  # noqa: E402
 from learner.megatron.state import TrainingState  # noqa: E402

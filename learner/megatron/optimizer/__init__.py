@@ -1,1 +1,1 @@
-"""The optimizer of one rank: its updates, on the device or on the host, and the gradients they read."""
+"""The optimizer of one rank: its updates, and AdamW on the host."""

@@ -68,7 +68,6 @@ class HostAdamW(HybridDeviceOptimizer):  # type: ignore[misc]  # Megatron has no
         groups = [
             group | {"params": [self._mains[weight] for weight in group["params"]]}
             for group in self.param_groups
-            if group["params"]
         ]
         return groups, [], dict(self._mains), {main: weight for weight, main in self._mains.items()}, {}
 
