@@ -94,6 +94,21 @@ def test_on_gpus_a_plan_says_what_recomputing_the_cache_may_take(gpus: int, kv_c
 
 
 @pytest.mark.parametrize(
+    ("learner", "seconds"),
+    [
+        ({"gpus": 1}, "20"),
+        ({"gpus": 1, "cpus": 4, "dp": 2}, "2.6"),
+        ({"gpus": 0}, ""),
+        ({"offload": False}, ""),
+    ],
+)
+def test_a_plan_says_how_long_adamw_takes_on_the_host(learner: dict[str, Any], seconds: str) -> None:
+    config = Config(**{**GOOD, "model": {"path": "Qwen/Qwen3-8B"}, "learner": {"offload": True} | learner})
+    told = [note for note in checks.find_notes(config) if note.startswith("learner.offload")]
+    assert [f"about {seconds} s an update" in note for note in told] == [True] * bool(seconds)
+
+
+@pytest.mark.parametrize(
     ("dtype", "encoding", "replicas", "num_bytes"),
     [
         ("bfloat16", "full", 1, (3 + 2) * 2 * 1_500_000),
