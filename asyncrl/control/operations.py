@@ -24,7 +24,7 @@ from asyncrl.control.machine.resources import check_replicas
 from asyncrl.control.reconciler.reconciler import FleetReconciler
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
-from asyncrl.control.roster import MAX_REPLICAS, Roster
+from asyncrl.control.roster import Roster
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, Refused, RemoteError, ServiceFailed, WireError
 from asyncrl.core.metrics.metric import Row
 from asyncrl.core.rpc.message import Message, fields_of, read_message
@@ -121,8 +121,8 @@ class Operations:
         return api.Stopping()
 
     def _scale(self, replicas: int) -> api.Begun:
-        if not 0 <= replicas <= MAX_REPLICAS:
-            raise ConfigError(f"replicas must be a whole number from 0 to {MAX_REPLICAS}, not {replicas!r}")
+        if replicas < 0:
+            raise ConfigError(f"replicas must be a whole number from 0, not {replicas!r}")
         if self.lifecycle.state != RunState.RUNNING:
             raise Refused(f"the run is {self.lifecycle.state}; only a running one can be scaled")
         with _as_refusal():
@@ -294,7 +294,7 @@ class Autoscaling:
             run.check_room(decision.replicas)
             fleet.scale(decision.replicas, why=decision.reason)
             self._refusal = ""
-        except ConfigError as error:  # no room, or all indices are taken by leavers; it asks again
+        except ConfigError as error:  # no room; it asks again
             text = f"not scaled to {decision.replicas} replicas: {error.message}"
             if text != self._refusal:
                 self._refusal = text

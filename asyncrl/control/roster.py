@@ -61,8 +61,6 @@ FACTORIES = {
     "rollout": "rollout_service.composition:build",
 }
 
-MAX_REPLICAS = 64
-"""Replica indices with an address known from the start."""
 LEARNER_ON_GPU = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # packed rows have another shape in each microbatch
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # a rank whose peer hangs ends at its group's timeout, by SIGABRT
@@ -70,9 +68,8 @@ LEARNER_ON_GPU = {
 }
 """Whatever the user's shell says of it."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-RECEIVERS = tuple(f"receiver.{index}" for index in range(MAX_REPLICAS))
-SERVERS = ("buffer.0", "weight_sync.0", "publisher.0", *RECEIVERS)
-"""The services that others call; the n-th listens on the run's n-th port."""
+SERVERS = ("buffer.0", "weight_sync.0", "publisher.0")
+"""The services that all nodes call; with `launcher.host` the n-th listens on the run's n-th port."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ class Roster:
             name=name,
             run_dir=self.run_dir,
             run_id=self.run_id,
-            addresses=self._addresses(),
+            addresses={one: self._address(one) for one in called_by(name)},
             bind=self._address(name),
             sockets=self.socket_dir,
             rank=int(index) if is_learner else 0,
@@ -150,16 +147,19 @@ class Roster:
     def _keys_of(self, name: str) -> RunKeys | None:
         if self.keys is None:
             return None
-        if name in SERVERS:
+        if name in SERVERS or name.startswith("receiver."):
             return self.keys.of_server()
         return self.keys.of_generator() if name.startswith("rollout.") else self.keys.of_caller()
 
     def _address(self, name: str) -> str:
         """Return where `name` listens; a receiver is called by its own replica alone, on the same node."""
         host = self.config.launcher.host
-        if host is None or name not in SERVERS or name in RECEIVERS:
+        if host is None or name not in SERVERS:
             return f"ipc://{self.socket_dir / name}"
         return f"tcp://{host}:{self.first_port + SERVERS.index(name)}"
 
-    def _addresses(self) -> dict[str, str]:
-        return {name: self._address(name) for name in SERVERS}
+
+def called_by(name: str) -> tuple[str, ...]:
+    """Return the services whose addresses `name` needs: a replica those of its own receiver too."""
+    kind, _, index = name.partition(".")
+    return (*SERVERS, f"receiver.{index}") if kind == "rollout" else SERVERS

@@ -31,7 +31,7 @@ class ServiceContext:
         name: `<kind>.<index>`, for example `rollout.1`.
         run_dir: `runs/<name>`.
         run_id: Unique per start of the run. Not secret: `/tmp` and `/dev/shm` show it.
-        addresses: RPC address of every service of the run, by service name. A client may connect
+        addresses: RPC address of each service that this one may call, by service name. A client may connect
             before the service listens.
         bind: Where this service's own RPC server listens.
         sockets: The run's private folder, also of temporary files; None leaves those where they are.

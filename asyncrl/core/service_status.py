@@ -18,6 +18,8 @@ from asyncrl.core.rpc.message import Message
 from asyncrl.core.states import RunState, ServiceState
 
 BUFFER, LEARNER, COORDINATOR, PUBLISHER = "buffer.0", "learner.0", "weight_sync.0", "publisher.0"
+NUM_INDICES = 10_000
+"""Services of a kind are numbered below it: it bounds how many others may claim to be."""
 
 
 class ServiceStatus(Message, frozen=True, kw_only=True):

@@ -16,7 +16,6 @@ from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.rules.replica import count_max_groups
 from asyncrl.control.fleet.machine import FleetRules
 from asyncrl.control.fleet.rules import make_rules
-from asyncrl.control.roster import MAX_REPLICAS
 from asyncrl.core.config.conflicts import WITH_GREEDY
 from asyncrl.core.config.lengths import Lengths, parse_lengths
 from asyncrl.core.config.tree import Config
@@ -138,7 +137,7 @@ class Setting:
             checkpoint_every=config.checkpoint.every_steps,
             checkpoints_kept=config.checkpoint.keep,
             standby=rollout.standby,
-            fleet=make_rules(config, num_ranks=1, max_replicas=MAX_REPLICAS),
+            fleet=make_rules(config, num_ranks=1),
             streams=config.learner.stream,
             least_part=config.learner.dp,
             max_stall_s=config.checkpoint.max_stall_s,

@@ -40,8 +40,8 @@ def client(tmp_path: Path) -> Iterator[Client]:
 
 TOO_MUCH: tuple[dict[str, Any], ...] = (
     {"name": "receiver.0" + "n" * 20_000},
-    {"name": "receiver.4096"},
-    {"name": "receiver.9999"},
+    {"name": "receiver.10000"},
+    {"name": "receiver.99999"},
     {"name": "receiver.00"},
     {"name": "receiver.٣"},
     {"name": "receiver"},

@@ -14,16 +14,16 @@ from msgspec import Meta
 
 from asyncrl.core.errors import WireError
 from asyncrl.core.rpc.message import AskStatus, Message, Operation, read_message
-from asyncrl.core.service_status import CoordinatorStatus
+from asyncrl.core.service_status import NUM_INDICES, CoordinatorStatus
 from asyncrl.core.staleness import UNLOADED
 
 MAX_TEXT = 200
 """Characters of a name or an address; further ones of a reason are cut."""
-_BELOW_4096 = r"[0-9]|[1-9][0-9]{1,2}|[1-3][0-9]{3}|40[0-8][0-9]|409[0-5]"
-PeerName = Annotated[str, Meta(pattern=rf"\A(publisher|receiver\.({_BELOW_4096}))\Z")]
-"""There is one publisher; receivers are numbered below 4,096, so that what is kept of them is bounded."""
+_INDEX = rf"0|[1-9][0-9]{{0,{len(str(NUM_INDICES)) - 2}}}"
+PeerName = Annotated[str, Meta(pattern=rf"\A(publisher|receiver\.({_INDEX}))\Z")]
+"""There is one publisher; receivers are numbered, so that what is kept of them is bounded."""
 PublisherName = Annotated[str, Meta(pattern=r"\Apublisher\Z")]
-ReceiverName = Annotated[str, Meta(pattern=rf"\Areceiver\.({_BELOW_4096})\Z")]
+ReceiverName = Annotated[str, Meta(pattern=rf"\Areceiver\.({_INDEX})\Z")]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 

@@ -14,7 +14,8 @@ after a `GiveUp` nothing is asked for any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.control.fleet.budget import Budget
@@ -71,7 +72,6 @@ class FleetRules:
         num_ranks: Of the learner.
         max_restarts: Of a unit that does no work in between; 0 ends the run at the first death.
         start_deadline_s: Time that a service may be starting, syncing or draining.
-        max_replicas: Leavers and those that stand by included.
         silence_s: Time without an answer after which a service with a suspended process is dead;
             `long_silence_s` if it runs, as the machine may be busy; `start_deadline_s` if it starts: imports
             alone kept a learner from answering for over a minute where 25 others wanted the two processors.
@@ -84,7 +84,6 @@ class FleetRules:
     num_ranks: int = 1
     max_restarts: int = 5
     start_deadline_s: float = 300.0
-    max_replicas: int = 64
     silence_s: float = 20.0
     replica_silence_s: float = 10.0
     long_silence_s: float = 60.0
@@ -111,6 +110,7 @@ class FleetMachine:
         self.is_short = False
         self._clock = now
         self._effects: list[Effect] = []
+        self._is_settled = False
 
     # --- reading --------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class FleetMachine:
 
     def _begin(self, event: Begin) -> None:
         """Replicas first: an engine takes longest to start."""
-        self.wanted, self.wanted_standby = event.replicas, event.standby
+        self.wanted, self.wanted_standby, self._is_settled = event.replicas, event.standby, False
         self._reconcile()
         for key, names in core_keys(self.rules.num_ranks).items():
             self.units[key] = make_unit(key, names, self.rules.max_restarts)
@@ -205,7 +205,7 @@ class FleetMachine:
             unit.is_ending, unit.due = True, None
 
     def _want(self, event: Wanted) -> None:
-        self.is_short = False
+        self.is_short = self._is_settled = False
         self.wanted = self.wanted if event.replicas is None else event.replicas
         self.wanted_standby = self.wanted_standby if event.standby is None else event.standby
         self._reconcile()  # it lets retired ones go first
@@ -384,38 +384,44 @@ class FleetMachine:
     # --- replicas -------------------------------------------------------------------------
 
     def _reconcile(self) -> None:
-        """Start or let go replicas until there are as many as wanted."""
-        while len(self.replicas) < self.wanted and self._grow(is_standby=False):
-            pass
-        while len(self.replicas) > self.wanted:
-            self._let_go(self._least(self.replicas).index)
-        while len(self.standbys) < self.wanted_standby and self._grow(is_standby=True):
-            pass
-        while len(self.standbys) > self.wanted_standby:
-            self._let_go(self._least(self.standbys).index)
+        """Have as many replicas as wanted, and as many that stand by."""
+        if self._is_settled:  # called at every event
+            return
+        replicas, standbys = self.replicas, self.standbys
+        spares = [unit for unit in standbys if unit.is_up][: max(0, self.wanted - len(replicas))]
+        for unit in spares:
+            self._promote(unit)
+        self._grow(self.wanted - len(replicas) - len(spares), is_standby=False)
+        self._shrink(replicas, self.wanted)
+        standbys = [unit for unit in standbys if unit.is_standby]
+        self._grow(self.wanted_standby - len(standbys), is_standby=True)
+        self._shrink(standbys, self.wanted_standby)
+        self._is_settled = True
 
-    def _grow(self, *, is_standby: bool) -> bool:
-        """Make one replica more, of one that stands by if there is; return False if all indices are used."""
-        if not is_standby and self._promote_standby():
-            return True
-        used = {unit.index for unit in self._all_replicas()}
-        index = next((index for index in range(self.rules.max_replicas) if index not in used), None)
-        if index is None:
-            return False
-        unit = make_unit(
-            replica_key(index), replica_names(index), self.rules.max_restarts, is_standby=is_standby
-        )
-        self.units[unit.key] = unit
-        self._start_members(unit)
-        return True
+    def _grow(self, num_more: int, *, is_standby: bool) -> None:
+        """Make so many replicas more, of the lowest indices that are free."""
+        free = (index for index in itertools.count() if replica_key(index) not in self.units)
+        for index in itertools.islice(free, max(0, num_more)):
+            key, names = replica_key(index), replica_names(index)
+            unit = self.units[key] = make_unit(key, names, self.rules.max_restarts, is_standby=is_standby)
+            self._start_members(unit)
+
+    def _shrink(self, units: list[Unit], num_left: int) -> None:
+        """Let the most dispensable go: retired ones, then those not yet up, then the newest."""
+        units = sorted(units, key=lambda unit: (not unit.is_retired, unit.is_up, -unit.index))
+        for unit in units[: max(0, len(units) - num_left)]:
+            self._let_go(unit.index)
 
     def _promote_standby(self) -> bool:
-        ready = [unit for unit in self.standbys if unit.is_up]
-        if not ready:
-            return False
-        ready[0].is_standby = False
-        self._effects.append(Promote(ready[0].index))
-        return True
+        standbys = self.standbys if self.wanted_standby else ()
+        ready = next((unit for unit in standbys if unit.is_up), None)
+        if ready is not None:
+            self._promote(ready)
+        return ready is not None
+
+    def _promote(self, unit: Unit) -> None:
+        unit.is_standby = False
+        self._effects.append(Promote(unit.index))
 
     def _promote_for(self, unit: Unit) -> None:
         """Let one that stands by take the place of a replica that lost its engine."""
@@ -423,16 +429,12 @@ class FleetMachine:
         if unit.is_replica and not unit.is_standby and is_whole and self._promote_standby():
             unit.is_standby = True
 
-    def _least(self, units: Iterable[Unit]) -> Unit:
-        """Return the most dispensable replica: a retired one, else one not yet up, else the newest."""
-        return max(units, key=lambda unit: (unit.is_retired, not unit.is_up, unit.index))
-
     def _let_go(self, index: int) -> None:
         unit = self.units.get(replica_key(index))
         if unit is None or unit.is_leaving:
             return
         engine = unit.members[f"rollout.{index}"]
-        unit.leaving_since, unit.due = self.lived, None
+        unit.leaving_since, unit.due, self._is_settled = self.lived, None, False
         if engine.is_down or not engine.came_up:  # it holds nothing
             self._remove(unit)
         else:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from asyncrl.core.config.tree import Config
 
 
-def make_rules(config: Config, num_ranks: int, max_replicas: int) -> FleetRules:
+def make_rules(config: Config, num_ranks: int) -> FleetRules:
     """Return how patient a run is with its services."""
     never_again = {}
     journal = config.buffer.journal
@@ -21,6 +21,5 @@ def make_rules(config: Config, num_ranks: int, max_replicas: int) -> FleetRules:
         num_ranks=num_ranks,
         max_restarts=config.launcher.max_restarts,
         start_deadline_s=config.launcher.start_deadline_s,
-        max_replicas=max_replicas,
         never_again=never_again,
     )

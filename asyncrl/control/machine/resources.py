@@ -9,6 +9,7 @@ from pathlib import Path
 
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.service_status import NUM_INDICES
 
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 """A folder for each GPU that the driver has given to this machine or container."""
@@ -54,6 +55,9 @@ def visible_gpus() -> list[str] | None:
 
 def check_resources(config: Config, replicas: int) -> Iterator[str]:
     """Name the resources that this machine lacks for so many rollout replicas; a cluster's lie elsewhere."""
+    if replicas > NUM_INDICES:
+        yield f"rollout.replicas asks for {replicas} replicas; they are numbered below {NUM_INDICES}"
+        return
     replicas = 0 if config.launcher.is_cluster else replicas
     num_cpus, num_gpus = os.cpu_count() or 1, count_gpus()
     cpus, gpus = count_cpus(config, replicas), count_gpus_wanted(config, replicas)

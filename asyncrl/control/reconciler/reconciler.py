@@ -41,7 +41,7 @@ from asyncrl.control.reconciler.status_events import at_home, events_of, in_orde
 from asyncrl.control.record.events import EventLog, Kind
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
-from asyncrl.control.roster import MAX_REPLICAS, Roster
+from asyncrl.control.roster import Roster
 from asyncrl.core import service_command
 from asyncrl.core.errors import ConfigError, ServiceFailed
 from asyncrl.core.rpc.message import fields_of
@@ -109,7 +109,7 @@ class FleetFile:
 
 def rules_of(roster: Roster) -> FleetRules:
     """Return the deadlines and restart limits of a run's services."""
-    return make_rules(roster.config, roster.num_learner_ranks, MAX_REPLICAS)
+    return make_rules(roster.config, roster.num_learner_ranks)
 
 
 class FleetReconciler:
@@ -220,9 +220,6 @@ class FleetReconciler:
         """Set the wanted number of replicas; `why` is the autoscaler's reason. Returns the begun actions."""
         with self._lock:
             self._refuse_if_ending()
-            num_startable = MAX_REPLICAS - len(self._machine.leavers) - len(self._machine.standbys)
-            if replicas > max(self._machine.wanted, num_startable):
-                raise ConfigError(f"a run can have {MAX_REPLICAS} replicas at a time, and has")
             begun = self._describe_begun(self._apply(Wanted(replicas)))
         kind: Kind = "autoscale" if why else "scale"
         text = why or f"{replicas} replicas are wanted"

@@ -61,7 +61,6 @@ class SupervisorActor(Actor):
         return replace(
             rules,
             start_deadline_s=max(rules.start_deadline_s, 4 * WATCH_S),
-            max_replicas=max(rules.max_replicas, setting.replicas + setting.standby),
             silence_s=NEVER,
             long_silence_s=NEVER,
         )

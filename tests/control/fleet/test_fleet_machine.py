@@ -373,14 +373,17 @@ def test_without_one_that_stands_by_a_forgone_replica_leaves_the_run_with_one_le
     assert world.machine.wanted == 2
 
 
-def test_where_leavers_hold_all_indices_a_replica_waits_for_one() -> None:
-    world = make_world(replicas=2, max_replicas=2)
-    world.tell(Wanted(1))
+def test_a_fleet_of_any_size_has_the_lowest_indices_that_leavers_do_not_hold() -> None:
+    world = make_world(replicas=300)
+    world.tell(Wanted(298))
     world.taken.clear()
-    world.tell(Wanted(2))
-    assert started(world) == []
-    world.finish_drain(1)
-    assert started(world) == ["rollout.1", "receiver.1"]
+    world.tell(Wanted(1000))
+    replicas = [int(name.partition(".")[2]) for name in started(world) if name.startswith("rollout.")]
+    assert replicas == list(range(300, 1002))
+    world.finish_drain(298)
+    world.taken.clear()
+    world.tell(Wanted(1001))
+    assert started(world) == ["rollout.298", "receiver.298"]
 
 
 def test_fewer_that_stand_by_are_wanted_and_the_newest_leaves_once() -> None:
@@ -433,7 +436,7 @@ class Fleet(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(FleetRules(num_ranks=2, max_restarts=3, start_deadline_s=30.0, max_replicas=6))
+        self.world = World(FleetRules(num_ranks=2, max_restarts=3, start_deadline_s=30.0))
         self.world.tell(Begin(2, 1))
 
     @rule(data=st.data())
@@ -495,8 +498,10 @@ class Fleet(RuleBasedStateMachine):
                 assert len(within) <= 3 + (begin == times[0]), f"{name} was started at {within}"
 
     @invariant()
-    def there_are_never_too_many(self) -> None:
-        assert len(self.world.machine._all_replicas()) <= 6
+    def there_are_as_many_as_wanted_after_each_event(self) -> None:
+        machine = self.world.machine
+        if machine.given_up is None:
+            assert (len(machine.replicas), len(machine.standbys)) == (machine.wanted, machine.wanted_standby)
 
     @precondition(lambda self: self.world.machine.given_up is None)
     @rule()

@@ -93,7 +93,7 @@ def test_a_command_goes_to_the_one_who_can_do_it(
 @pytest.mark.parametrize(
     ("name", "args", "said"),
     [
-        ("scale", {"replicas": -1}, "whole number from 0 to 64"),
+        ("scale", {"replicas": -1}, "whole number from 0, not -1"),
         ("scale", {"replicas": True}, "Expected `int`"),
         ("scale", {}, "missing required field `replicas`"),
         ("drain", {"index": 1}, r"no replica rollout.1 to drain; there are: rollout.0, rollout.2"),

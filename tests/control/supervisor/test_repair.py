@@ -35,7 +35,7 @@ from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.outcome import read_outcome as read_outcome_of
 from asyncrl.control.record.rundir import RunDir, read_json
-from asyncrl.control.roster import MAX_REPLICAS, RUN_VARIABLE, Roster, ServiceSpec
+from asyncrl.control.roster import RUN_VARIABLE, Roster, ServiceSpec
 from asyncrl.control.rows.recorder import Recorder, training_rows
 from asyncrl.control.rows.row_files import load_rows
 from asyncrl.control.supervisor import Supervisor
@@ -275,11 +275,12 @@ def test_too_many_deaths_end_the_run_with_a_reason_that_names_the_service(run: R
     )
 
 
-def test_more_replicas_than_a_run_can_have_are_refused(run: Run) -> None:
+def test_a_fleet_grows_by_hundreds_of_replicas_in_one_go(run: Run) -> None:
     run.begin()
-    with pytest.raises(ConfigError, match=f"a run can have {MAX_REPLICAS} replicas"):
-        run.upkeep.scale(MAX_REPLICAS + 1)
-    assert run.launcher.started == []
+    run.launcher.started.clear()
+    begun = run.upkeep.scale(300)
+    assert len(begun.started) == 298
+    assert sum(name.startswith("receiver.") for name in run.launcher.started) == len(begun.started)
 
 
 def test_a_bound_that_was_tightened_is_told_to_the_next_buffer(run: Run) -> None:

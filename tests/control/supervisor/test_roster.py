@@ -17,6 +17,7 @@ from asyncrl.control.roster import FACTORIES, SERVERS, Roster, ServiceSpec
 from asyncrl.core.config.load import dump_resolved, load_config
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import AsyncrlError, ConfigError
+from asyncrl.core.service_status import NUM_INDICES
 from asyncrl.core.sockets.keys import RunKeys, make_run_keys, read_client_keys
 from asyncrl.planner import plan
 
@@ -40,15 +41,20 @@ def test_with_a_host_every_server_has_an_address_of_its_own() -> None:
     roster = make_roster(host="127.0.0.1")
     addresses = roster.spec("learner.0").context.addresses
     assert addresses["buffer.0"] == "tcp://127.0.0.1:20000"
-    assert len(set(addresses.values())) == len(SERVERS)
-    for name in ("buffer.0", "weight_sync.0", "publisher.0", "receiver.3"):
+    assert len(set(addresses.values())) == len(addresses) == len(SERVERS)
+    for name in SERVERS:
         assert roster.spec(name).context.bind == addresses[name]
 
 
-def test_a_receiver_stays_on_a_socket_file_of_the_node_that_it_shares_with_its_engine() -> None:
-    addresses = make_roster(host="127.0.0.1").spec("rollout.3").context.addresses
-    assert addresses["receiver.3"] == "ipc:///tmp/sockets/receiver.3"
-    assert addresses["weight_sync.0"].startswith("tcp://127.0.0.1:")
+@pytest.mark.parametrize("index", [0, 3, 64, 1023, NUM_INDICES - 1])
+def test_a_receiver_stays_on_a_socket_file_of_the_node_that_it_shares_with_its_engine(index: int) -> None:
+    roster = replace(make_roster(host="127.0.0.1"), keys=make_run_keys())
+    engine, receiver = (roster.spec(f"{kind}.{index}").context for kind in ("rollout", "receiver"))
+    address = f"ipc:///tmp/sockets/receiver.{index}"
+    assert engine.addresses.keys() == {*SERVERS, receiver.name}
+    assert engine.addresses[receiver.name] == receiver.bind == address
+    assert engine.addresses["weight_sync.0"].startswith("tcp://127.0.0.1:")
+    assert receiver.keys is not None and receiver.keys.server is not None
 
 
 @pytest.mark.parametrize(("name", "kind"), [("rollout.0", "generator"), ("learner.0", "client")])
