@@ -1,6 +1,6 @@
 """Scaling of a run: one, two and three live replicas, and the control plane's cost per trajectory.
 
-    asyncrl bench scale [--only live,virtual,sockets,sync,saturation] [--quick] [--check] [--json FILE]
+    asyncrl bench scale [--only PARTS] [--quick] [--check] [--json FILE]
 
 live: one run of `asyncrl up` goes from 1 to 2 to 3 replicas through `scale`, with scripted engines (200
 tokens a second per request, so that two cores are no limit) and with vLLM (where on two cores a second
@@ -13,9 +13,14 @@ replicas wait for leases, once the faster.
 sockets: 8, 64 and 512 replicas with connections of their own, played by two processes, against the buffer's
 process: its processor time per trajectory at one and the same rate, over at least 20 steps of the learner. No
 fleet may cost more than 1.2 times the smallest.
-sync: computation of weight sync's coordinator per member and version, with receivers that obey at once. A
-replica trains one group per version, so a sixteenth of the computation belongs to a trajectory: it is judged
-together with the buffer's computation.
+sync: computation of weight sync's coordinator, the service without its sockets, per member: of a version,
+with receivers that obey at once, and of a heartbeat, a poll that returns empty. Every request has a turn of
+its own.
+control: computation of the supervisor per replica, with services that are made up: of a pulse while nothing
+happens, of a snapshot for `asyncrl status` and the page, of a loss of an eighth of the replicas. Both for 8
+to 1,024: no fleet may cost more per member than 1.2 times the smallest.
+A replica trains one group per version, so a sixteenth of a version's computation belongs to a trajectory: it
+is judged together with the buffer's computation too.
 saturation: the buffer's process at its highest load; one core of it is full at `per_cpu_s`.
 
 All of it takes about 10 minutes, `--quick` (scripted, 1 to 2 replicas; smaller fleets) under a minute.
@@ -28,23 +33,34 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet.parts import ledger, live, sockets
+from benchmarks.fleet.parts.control import ControlFleet
 from benchmarks.fleet.parts.sync import SyncFleet
 from benchmarks.harness.options import Verdict, end_on_sigterm, judge, make_parser, report
 from benchmarks.harness.rows import Row
 
 MAX_GROWTH = 1.2
-PARTS = ("live", "virtual", "sockets", "sync", "saturation")
+PARTS = ("live", "virtual", "sockets", "sync", "control", "saturation")
 FLEETS, QUICK_FLEETS = (8, 64, 512, 4096), (8, 512)
 SOCKET_FLEETS, QUICK_SOCKET_FLEETS = (8, 64, 512), (8, 128)
+MEMBERS = (8, 64, 512, 1024)
+PER_MEMBER = {
+    "sync": {"us_per_member": "version", "us_per_heartbeat": "heartbeat"},
+    "control": {"us_per_pulse": "pulse", "us_per_snapshot": "snapshot", "us_per_loss": "loss"},
+}
+"""Judged figures of a part: microseconds of a member for each."""
 LOADS = {"learner waits": 0.8, "replicas wait": 1.25}
 """Ratio of the learner's time for a step to the fleet's time to generate it."""
 ROUNDS = 3
 TRAJECTORIES, SYNCS = 8192, 1024
-"""Of a fleet in virtual time, and members that a version reaches in each round, at least."""
+"""Of a fleet in virtual time, and members that a version reaches, or that poll, in each round, at least."""
+MIN_PULSES, MIN_PULSED = 8, 4096
+"""Pulses of a fleet, and of all its replicas together, at least."""
+NUM_LOSSES = 5
 SETTLING_STEPS = 2
 SOCKET_GROUPS_PER_S = 40.0
 """Of all replicas together: 24 MB/s, a third of what two shared cores carry."""
@@ -90,6 +106,7 @@ def measure(given: argparse.Namespace, say: Say) -> Figures:
         "virtual": measure_virtual,
         "sockets": measure_sockets,
         "sync": measure_sync,
+        "control": measure_control,
         "saturation": measure_saturation,
     }
     found: Figures = {"benchmark": "scale", "quick": given.quick}
@@ -176,13 +193,39 @@ def _describe(count: int, taken: sockets.Taken) -> Figures:
 def measure_sync(quick: bool, say: Say) -> list[Figures]:
     """Return a row per fleet: processor time of the coordinator."""
     rows = []
-    for count in QUICK_FLEETS if quick else FLEETS:
+    for count in MEMBERS:
         fleet = SyncFleet(count)
         fleet.sync(1)  # it also forms the group
-        versions = max(1, SYNCS // count)
-        seconds = [fleet.sync(versions) / versions for _ in range(ROUNDS)]
-        say(f"{count} members: {1e3 * statistics.median(seconds):.1f} ms of the coordinator per version")
-        rows.append({"replicas": count, "us_per_member": [1e6 * one / count for one in seconds]})
+        times = max(1, SYNCS // count)
+        synced = [fleet.sync(times) / times for _ in range(ROUNDS)]
+        beaten = [fleet.beat(times) / times for _ in range(ROUNDS)]
+        fleet.close()
+        say(f"{count} members: {1e3 * statistics.median(synced):.1f} ms of the coordinator per version")
+        rows.append(
+            {
+                "replicas": count,
+                "us_per_member": [1e6 * one / count for one in synced],
+                "us_per_heartbeat": [1e6 * one / count for one in beaten],
+            }
+        )
+    return rows
+
+
+def measure_control(quick: bool, say: Say) -> list[Figures]:
+    """Return a row per fleet: processor time of the supervisor."""
+    rows = []
+    for count in MEMBERS:
+        fleet = ControlFleet(count, max(MIN_PULSES, MIN_PULSED // count), NUM_LOSSES)
+        fleet.run()
+        say(f"{count} replicas: {1e3 * statistics.median(fleet.pulse_s):.1f} ms of the supervisor per pulse")
+        rows.append(
+            {
+                "replicas": count,
+                "us_per_pulse": [1e6 * one / count for one in fleet.pulse_s],
+                "us_per_snapshot": [1e6 * one / count for one in fleet.view_s],
+                "us_per_loss": [1e6 * one / fleet.num_lost for one in fleet.loss_s],
+            }
+        )
     return rows
 
 
@@ -220,11 +263,12 @@ def _fastest(value: float | Sequence[float]) -> float:
 
 def table(results: Figures) -> str:
     """Return all parts as text."""
-    tell = {
+    tell: dict[str, Callable[[Figures], str]] = {
         "live": _tell_live,
         "virtual": _tell_virtual,
         "sockets": _tell_sockets,
-        "sync": _tell_sync,
+        "sync": partial(_tell_members, "sync"),
+        "control": partial(_tell_members, "control"),
         "saturation": _tell_sockets,
     }
     return "\n".join(f"{part}, {tell[part](row)}" for part in PARTS for row in results.get(part, ()))
@@ -266,18 +310,23 @@ def _tell_sockets(row: Figures) -> str:
     )
 
 
-def _tell_sync(row: Figures) -> str:
-    return f"{row['replicas']} members: {_fastest(row['us_per_member']):.0f} us per member and version"
+def _tell_members(part: str, row: Figures) -> str:
+    told = (f"{_fastest(row[name]):.0f} us per {what}" for name, what in PER_MEMBER[part].items())
+    return f"{row['replicas']} members, of each {', '.join(told)}"
 
 
 def check(results: Figures) -> Verdict:
-    """Judge the growth of a trajectory's cost with the fleet, and the account."""
+    """Judge the growth of a trajectory's and of a member's cost with the fleet, and the account."""
     ratios: dict[str, float] = {}
     for load in LOADS:
         rows = [row for row in results.get("virtual", ()) if row["load"] == load]
         if rows:
             ratios[f"calls per trajectory, {load}"] = MAX_GROWTH / growth(rows, "calls_per_trajectory")
             ratios[f"residue, {load}"] = float(not any(row["residue"] for row in rows))
+    for part, names in PER_MEMBER.items():
+        rows = results.get(part, ())
+        for name in names if len(rows) > 1 else ():
+            ratios[f"{part}, {name}"] = MAX_GROWTH / growth(rows, name)
     rows = results.get("sockets", ())
     if rows:
         ratios["cost per trajectory, by sockets"] = MAX_GROWTH / growth(rows, "us_per_trajectory")

@@ -38,7 +38,14 @@ from weight_sync.coordination.conversions import (
     rounds_status,
 )
 from weight_sync.coordination.journal import Journal
-from weight_sync.coordination.order_queue import KnownVersion, OrderQueue, ReportLog, fill, forget_versions
+from weight_sync.coordination.order_queue import (
+    KnownVersion,
+    OrderQueue,
+    OrderQueues,
+    ReportLog,
+    fill,
+    forget_versions,
+)
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.protocol import messages as wire
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
@@ -52,8 +59,8 @@ from weight_sync.sync_records import (
 
 log = logging.getLogger(__name__)
 
-PICTURE_S = 1.0
-"""The members are journalled at most so often."""
+PICTURE_S, PICTURE_MEMBERS = 1.0, 64
+"""The members are journalled at most so often; more than so many less often, as the journal is bounded."""
 DESCRIBE_S = 1e-4
 """A status is as old as this, times the members: some twenty times what it costs to describe them."""
 P = TypeVar("P", bound=wire.OfPeer)
@@ -83,14 +90,14 @@ class CoordinatorService:
         self._journal = Journal(
             run_dir, coordination.token, fences=coordination.fences, wall_ns=runtime.wall_ns
         )
-        self._order_queues: dict[str, OrderQueue] = {}
+        self._queues = OrderQueues()
         self._outdated: list[tuple[Request, str, bool]] = []
         self._reports, self._hellos = ReportLog(), ReportLog()
         self._versions: dict[int, KnownVersion] = {}
         self._longest_round_s = 0.0
         self._last_picture: Mapping[str, MemberStatus] = {}
         self._picture_at = 0.0
-        self._described_until = self._poll_ends = -math.inf
+        self._described_until = -math.inf
         self._is_status_old = self._is_picture_old = True
         self._newer_token = 0
         self._snapshot = self._describe(ServiceState.STARTING)
@@ -136,18 +143,15 @@ class CoordinatorService:
         due = math.inf if self._newer_token else self._coordination.wake_at()
         status_at = self._described_until if self._is_status_old else math.inf
         picture_at = self._picture_at if self._is_picture_old else math.inf
-        return min(due, self._poll_ends, status_at, picture_at)
+        return min(due, self._queues.ends_at, status_at, picture_at)
 
     def tick(self, now: float) -> None:
         """Let deadlines pass and empty polls return."""
         if not self._newer_token:
             self._coordination.tick(self._clock.now())
         self.end_turn()
-        for name, box in self._order_queues.items():
-            if box.parked is not None and self._clock.now() >= box.parked_until:
-                self._answer(name, box)
-        parked = (box.parked_until for box in self._order_queues.values() if box.parked is not None)
-        self._poll_ends = min(parked, default=math.inf)
+        for name, box in self._queues.take_ended(self._clock.now()):
+            self._answer(name, box)
         self._tell()
 
     def _check_token(self, token: int) -> None:
@@ -183,10 +187,10 @@ class CoordinatorService:
             return self._answer_hello(is_accepted=True, is_outdated=True)
         is_accepted = join(self._clock.now())
         if is_accepted:
-            box = self._order_queues.get(name)
+            box = self._queues.get(name)
             if box is not None and box.parked is not None:
                 self._outdated.append((box.parked, name, box.incarnation == incarnation))
-            self._order_queues[name] = OrderQueue.opened(incarnation, self._coordination.token, box)
+            self._queues.open(name, incarnation, self._coordination.token)
         log.info("hello %s %s", name, "" if is_accepted else "(refused)")
         return self._answer_hello(is_accepted=is_accepted)
 
@@ -206,15 +210,13 @@ class CoordinatorService:
     # --- polls and reports ------------------------------------------------------------------------
 
     def _park(self, request: Request, asked: wire.NextOrder) -> wire.Orders | None:
-        box = self._order_queues.get(asked.name)
+        box = self._queues.get(asked.name)
         if box is None or not self._is_known(asked):
             return wire.Orders(self._coordination.token, known=False)
         box.acknowledge(asked.after)
         if box.parked is not None:  # after a pause an old poll may be read behind the one that is waited for
             self._outdated.append((box.parked, asked.name, True))
-        box.parked = request
-        box.parked_until = self._clock.now() + self._coordination.timing.poll_s
-        self._poll_ends = min(self._poll_ends, box.parked_until)
+        self._queues.park(asked.name, request, self._clock.now() + self._coordination.timing.poll_s)
         return None
 
     def _is_known(self, asked: wire.OfPeer) -> bool:
@@ -290,13 +292,10 @@ class CoordinatorService:
         self._journal.note_fences(self._coordination.fences)  # before anyone is told
         for order in orders:
             fault_point(f"coordinator.{order.kind}", getattr(order.what, "number", None))
-            box = self._order_queues.get(order.to)
-            if box is not None:
-                box.put(order)
+            self._queues.put(order)
         self._answer_outdated()
-        for name, box in self._order_queues.items():
-            if box.parked is not None and box.orders:
-                self._answer(name, box)
+        for name, box in self._queues.take_answerable():
+            self._answer(name, box)
         for record in self._coordination.take_records():
             self._keep(record)
         current = self._coordination.current
@@ -348,7 +347,8 @@ class CoordinatorService:
         if now < self._picture_at and not is_forced:
             return
         self._is_picture_old = False
-        members, self._picture_at = members_status(self._coordination), now + PICTURE_S
+        members = members_status(self._coordination)
+        self._picture_at = now + PICTURE_S * max(1.0, len(members) / PICTURE_MEMBERS)
         if members == self._last_picture:
             return
         self._last_picture = members

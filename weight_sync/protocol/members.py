@@ -80,6 +80,7 @@ class Member:
             work it is served without others, who would wait for it.
         num_buckets: Buckets received in the transfer that failed last.
         retry_at: No offers before this time.
+        rank: Its place among the members, by their first hellos.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Member:
     last_round_s: float | None = None
     last_swap_s: float | None = None
     last_error: str = ""
+    rank: int = 0
 
     def move(self, state: MemberState) -> None:
         """Change the state; a move that the table does not have is a bug of the caller."""

@@ -20,7 +20,6 @@ from weight_sync.protocol.messages import ReceiverHello, Withdraw
 from weight_sync.protocol.round_manager import RoundManager
 from weight_sync.protocol.rounds import (
     DIGEST,
-    SILENT,
     SUPERSEDED,
     TRANSPORT,
     Lane,
@@ -81,7 +80,9 @@ class Coordination:
     @property
     def fences(self) -> dict[str, int]:
         """Fenced members, with the version number that ends the fence; also members that are not back yet."""
-        own = {m.name: m.fenced_until for m in self.members.values() if m.fenced_until is not None}
+        fenced = self._state.in_order(self._state.fenced)
+        own = {member.name: member.fenced_until for member in fenced if member.fenced_until is not None}
+        self._state.fenced = set(own)
         return {**self._inherited_fences, **own}
 
     @property
@@ -141,17 +142,19 @@ class Coordination:
             self._rounds.leave(known, now)
         self._state.forget_orders(info.name)
         if known is not None and known.incarnation == info.incarnation:
-            known.forget_progress()
+            self._state.forget_progress(known)
             self._raise(known)
         else:
             inherited = self._inherited_fences.pop(info.name, None)
             fence = known.fenced_until if known is not None else inherited
-            known = Member(info.name, info.incarnation, now, fenced_until=fence)
+            rank = known.rank if known is not None else len(self.members)
+            known = Member(info.name, info.incarnation, now, fenced_until=fence, rank=rank)
             self.members[info.name] = known
+            self._state.fenced.add(info.name)
             self._swap_scheduler.forget(info.name)
             self._rounds.forget(info.name)
         self._take_info(known, info, now)
-        self._note_change(now)
+        self._note_change(now, info.name)
         return True
 
     def _is_usurped(self, known: Member, info: ReceiverHello, now: float) -> bool:
@@ -226,6 +229,7 @@ class Coordination:
         member.last_seen = now
         if member.state is MemberState.SUSPECT:
             member.catch_up()
+            self._touch(name)
         return True
 
     def drain(self, name: str, now: float) -> None:
@@ -234,7 +238,7 @@ class Coordination:
         if member.is_listening:
             self._rounds.leave(member, now, is_gone=False)
             member.move(MemberState.DRAINING)
-        self._note_change(now)
+        self._note_change(now, name)
 
     def retire(self, name: str, now: float) -> None:
         """The member leaves for good."""
@@ -242,9 +246,9 @@ class Coordination:
         if member.is_listening:
             self._rounds.leave(member, now)
             member.move(MemberState.RETIRED)
-            member.forget_progress()
+            self._state.forget_progress(member)
             self._rounds.groups.forget(name)
-        self._note_change(now)
+        self._note_change(now, name)
 
     def publisher_leaves(self, now: float) -> None:
         """The publisher ends in order."""
@@ -259,13 +263,13 @@ class Coordination:
         self._swap_scheduler.take_back(member)
         self._rounds.leave(member, now, is_gone=False)
         member.catch_up()
-        self._note_change(now)
+        self._note_change(now, name)
 
     def unpin(self, name: str, now: float) -> None:
         """Let the member follow again."""
         self.members[name].is_pinned = False
         self.members[name].catch_up()
-        self._note_change(now)
+        self._note_change(now, name)
 
     # --- versions and rounds ----------------------------------------------------------------------
 
@@ -281,6 +285,7 @@ class Coordination:
             self.counters["versions_skipped"] += 1
         self._state.current, self._state.newest_number = version, version.number
         self._state.num_bytes = num_bytes
+        self._state.lagging.update(self.members)
         self.counters["versions_published"] += 1
         self._note_change(now)
 
@@ -289,7 +294,7 @@ class Coordination:
         round_ = self._rounds.find(round_id)
         if round_ is not None and round_.parts.get(name) is Part.OFFERED:
             self._rounds.set_part(round_, name, Part.ACCEPTED)
-        self._note_change(now)
+        self._note_change(now, name)
 
     def verified(self, name: str, round_id: int, number: int, now: float) -> None:
         """The member holds all of version `number` with the right digests."""
@@ -301,7 +306,7 @@ class Coordination:
         member.base = number  # also if its round is over: it holds these bytes
         if member.is_listening and number > max(member.serving, member.staged or 0, member.swapping or 0):
             self._swap_scheduler.ask(member, number)
-        self._note_change(now)
+        self._note_change(now, name)
 
     def failed(self, name: str, round_id: int, cause: str, now: float, num_buckets: int = 0) -> None:
         """The member could not accept, receive or verify. Cause `transport` means a broken group.
@@ -318,7 +323,7 @@ class Coordination:
                 self.members[name].base = UNLOADED  # if a difference was wrong, whole buckets are next
             if cause == TRANSPORT:
                 self._rounds.break_up(round_, TRANSPORT, now)
-        self._note_change(now)
+        self._note_change(now, name)
 
     def sent(self, round_id: int, num_bytes: int, now: float) -> None:
         """The publisher has sent all buckets of the round."""
@@ -347,7 +352,7 @@ class Coordination:
     def attended(self, name: str, now: float) -> None:
         """A replica asks the member for weights."""
         self.members[name].hear_replica(is_attended=True)
-        self._note_change(now)
+        self._note_change(now, name)
 
     def restarted(self, name: str, serving: int, now: float) -> None:
         """The replica beside the member was started anew and serves `serving`."""
@@ -355,7 +360,7 @@ class Coordination:
         self._swap_scheduler.take_back(member)
         member.serving = serving
         member.hear_replica(is_attended=True)
-        self._note_change(now)
+        self._note_change(now, name)
 
     def loaded(self, name: str, number: int, is_ok: bool, error: str, now: float) -> None:
         """The engine has loaded `number`, or has failed to and holds nothing usable."""
@@ -364,7 +369,7 @@ class Coordination:
             self._swap_scheduler.note_failed_load(member, number, error, now)
         elif number >= member.serving:
             self._swap_scheduler.note_load(member, number, now)
-        self._note_change(now)
+        self._note_change(now, name)
 
     # --- time -------------------------------------------------------------------------------------
 
@@ -381,8 +386,7 @@ class Coordination:
         """Let time pass."""
         self._settle()
         self._forgive(now)
-        for member in self.members.values():
-            self._check_silence(member, now)
+        self._rounds.check_members(now)
         self._rounds.check_publisher(now)
         self._swap_scheduler.check_deadlines(now)
         self._note_change(now)
@@ -399,30 +403,26 @@ class Coordination:
         for member in self.members.values():
             member.last_seen = now
             member.swap_until += away_s
+        self._swap_scheduler.put_off()
         for round_ in self.rounds:
             round_.shift(away_s)
-
-    def _check_silence(self, member: Member, now: float) -> None:
-        if not member.is_listening:
-            return
-        if now - member.last_seen >= self.timing.dead_s:
-            self._rounds.leave(member, now)
-            member.move(MemberState.DEAD)
-            member.forget_progress()
-            member.is_attended = False
-            self._rounds.groups.forget(member.name)
-        is_silent = member.may_fall_silent and self._state.is_silent(member.last_seen, now)
-        if is_silent and not self._rounds.has(member):  # else its round judges
-            self._state.blame(member, SILENT)
 
     def _note_return(self, last_seen: float, now: float) -> None:
         """Note the return of a silent peer: a round may begin."""
         if self._state.is_silent(last_seen, now):
             self._note_change(now)
 
-    def _note_change(self, now: float) -> None:
+    def _note_change(self, now: float, name: str = "") -> None:
+        """Note an event, and the member of which it is, if it is one's."""
         self._forgive(now)
         self._changed_at = now
+        if name:
+            self._touch(name)
+
+    def _touch(self, name: str) -> None:
+        """Have the member looked at when things are settled: it may be offered, or load, a version now."""
+        self._state.lagging.add(name)
+        self._swap_scheduler.look(self.members[name])
 
     def _settle(self) -> None:
         """Go on with rounds and swaps after the events that were noted."""

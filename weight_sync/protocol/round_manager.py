@@ -13,12 +13,13 @@ import msgspec
 
 from asyncrl.core.staleness import UNLOADED
 from weight_sync.protocol.failure_attribution import FailureAttribution
-from weight_sync.protocol.members import Member
+from weight_sync.protocol.members import Member, MemberState
 from weight_sync.protocol.messages import Abort, Offer, Transfer
 from weight_sync.protocol.rounds import (
     DEADLINE,
     FINAL_PARTS,
     LEFT,
+    OPEN_PARTS,
     PUBLISHER_LOST,
     SILENT,
     GroupCache,
@@ -30,7 +31,8 @@ from weight_sync.protocol.rounds import (
 )
 from weight_sync.protocol.state import PUBLISHER, CoordinationState
 
-OPEN_PARTS = (Part.OFFERED, Part.ACCEPTED, Part.RECEIVING)
+SLACK_S = 1e-6
+"""A time of silence is looked at so much earlier, as sums of times are rounded."""
 
 
 class RoundManager:
@@ -43,6 +45,7 @@ class RoundManager:
         self.groups = GroupCache()
         self.last_round_s: float | None = None
         self._num_unanswered = 0
+        self._silence_at = -math.inf
 
     def advance(self, now: float) -> None:
         """Go on with every round and start those that can start."""
@@ -58,22 +61,22 @@ class RoundManager:
     def due_at(self, now: float) -> float:
         """Return when `advance` has something to do, if nothing happens before."""
         rounds = (one.until if one.settle_until is None else one.settle_until for one in self.active.values())
-        retries = (one.retry_at for one in self._state.members.values() if one.retry_at > now)
-        return min(min(rounds, default=math.inf), min(retries, default=math.inf))
+        return min(min(rounds, default=math.inf), self._state.next_retry_at(now))
 
     def find(self, round_id: int) -> Round | None:
         """Return the active round with that id."""
         return next((round_ for round_ in self.active.values() if round_.id == round_id), None)
 
-    def has(self, member: Member) -> bool:
+    def _is_awaited(self, member: Member) -> bool:
         """Tell whether a round waits for the member."""
         return any(round_.parts.get(member.name) in OPEN_PARTS for round_ in self.active.values())
 
     def set_part(self, round_: Round, name: str, part: Part) -> None:
         """Note a member's progress."""
-        round_.parts[name] = part
+        round_.set_part(name, part)
         if part in FINAL_PARTS:
             self._state.members[name].staging = None
+            self._state.lagging.add(name)
 
     def leave(self, member: Member, now: float, is_gone: bool = True) -> None:
         """Take a member out of its round without blame.
@@ -94,7 +97,33 @@ class RoundManager:
         self.groups.forget(name)
         for round_ in self.active.values():
             if round_.parts.get(name) in (Part.FAILED, Part.VERIFIED):
-                round_.parts[name] = Part.LEFT
+                round_.set_part(name, Part.LEFT)
+
+    def check_members(self, now: float) -> None:
+        """Blame silent members, and give up those that are dead."""
+        if now < self._silence_at:
+            return
+        for member in self._state.members.values():
+            if member.is_listening:
+                self._check_silence(member, now)
+        timing = self._state.timing
+        due = [
+            member.last_seen + (timing.silence_s if member.may_fall_silent else timing.dead_s)
+            for member in self._state.members.values()
+            if member.is_listening
+        ]
+        self._silence_at = min([now + timing.silence_s, *due]) - SLACK_S  # who is heard later is later silent
+
+    def _check_silence(self, member: Member, now: float) -> None:
+        if now - member.last_seen >= self._state.timing.dead_s:
+            self.leave(member, now)
+            member.move(MemberState.DEAD)
+            self._state.forget_progress(member)
+            member.is_attended = False
+            self.groups.forget(member.name)
+        is_silent = member.may_fall_silent and self._state.is_silent(member.last_seen, now)
+        if is_silent and not self._is_awaited(member):  # else its round judges
+            self._state.blame(member, SILENT)
 
     def check_publisher(self, now: float) -> None:
         """Blame a silent publisher once, and end the rounds that still need it."""
@@ -151,12 +180,12 @@ class RoundManager:
         if state.is_silent(state.publisher.last_seen, now):
             return
         number = state.current.number
-        wanting = [member for member in state.members.values() if member.may_be_offered(number, now)]
+        lagging = [member for member in state.in_order(state.lagging) if member.newest < number]
+        wanting = [member for member in lagging if member.may_be_offered(number, now)]
+        state.lagging = {one.name for one in wanting} | {one.name for one in lagging if now < one.retry_at}
         if not wanting:
             return
-        # A member that has left a round is not judged with it, and may join another before it ends.
-        busy = {name for round_ in self.active.values() for name in round_.parts if not round_.has_left(name)}
-        able = [m for m in wanting if m.name not in busy and not state.is_silent(m.last_seen, now)]
+        able = [m for m in wanting if not self._is_busy(m) and not state.is_silent(m.last_seen, now)]
         together = [member for member in able if not member.is_lone]
         if Lane.MAIN not in self.active:
             self._offer(Lane.MAIN, together, now)
@@ -166,6 +195,11 @@ class RoundManager:
             lone = [member for member in able if member.is_lone]
             # The member that came furthest first: it is the least likely to take all of its deadline.
             self._offer(Lane.LONE, sorted(lone, key=lambda member: -member.num_buckets)[:1], now)
+
+    def _is_busy(self, member: Member) -> bool:
+        """Tell whether it is in a round: one that it has left is not judged with it, and may end later."""
+        rounds = (round_ for round_ in self.active.values() if member.name in round_.parts)
+        return any(not round_.has_left(member.name) for round_ in rounds)
 
     def _offer(self, lane: Lane, members: list[Member], now: float) -> None:
         version = self._state.current
@@ -181,12 +215,19 @@ class RoundManager:
     # --- progress -----------------------------------------------------------------------------------
 
     def _progress_offer(self, round_: Round, now: float) -> None:
-        for name in round_.those(Part.OFFERED, Part.ACCEPTED):
-            is_late = round_.parts[name] is Part.OFFERED and now >= round_.until
-            if is_late or self._state.is_silent(self._state.members[name].last_seen, now):
-                self._leave_out(round_, name, "no answer to the offer" if is_late else SILENT)
-        if not round_.those(Part.OFFERED) and round_.those(Part.ACCEPTED):
+        if now >= min(round_.until, round_.silent_at):
+            for name in round_.those(Part.OFFERED, Part.ACCEPTED):
+                is_late = round_.parts[name] is Part.OFFERED and now >= round_.until
+                if is_late or self._state.is_silent(self._state.members[name].last_seen, now):
+                    self._leave_out(round_, name, "no answer to the offer" if is_late else SILENT)
+            self._note_heard(round_)
+        if not round_.has(Part.OFFERED) and round_.has(Part.ACCEPTED):
             self._start_transfer(round_, now)
+
+    def _note_heard(self, round_: Round) -> None:
+        """Work out until when nobody who is waited for is silent for too long."""
+        heard = (self._state.members[name].last_seen for name in round_.those(*OPEN_PARTS))
+        round_.silent_at = min(heard, default=math.inf) + self._state.timing.silence_s - SLACK_S
 
     def _start_transfer(self, round_: Round, now: float) -> None:
         state, names = self._state, round_.those(Part.ACCEPTED)
@@ -220,16 +261,20 @@ class RoundManager:
         return base if base < number else UNLOADED
 
     def _progress_transfer(self, round_: Round, now: float) -> None:
-        state = self._state
-        for name in round_.those(Part.RECEIVING):
-            if state.is_silent(state.members[name].last_seen, now):
-                self._leave_out(round_, name, SILENT)
-                if round_.sender is Sender.PENDING:
-                    self.break_up(round_, SILENT, now)
+        if now >= round_.silent_at:
+            self._leave_out_silent(round_, now)
+            self._note_heard(round_)
         if now >= round_.until:
             self.break_up(round_, DEADLINE, now)
         if round_.settle_until is not None and now >= round_.settle_until:
             self._end_settling(round_)
+
+    def _leave_out_silent(self, round_: Round, now: float) -> None:
+        for name in round_.those(Part.RECEIVING):
+            if self._state.is_silent(self._state.members[name].last_seen, now):
+                self._leave_out(round_, name, SILENT)
+                if round_.sender is Sender.PENDING:
+                    self.break_up(round_, SILENT, now)
 
     def _end_settling(self, round_: Round) -> None:
         assert round_.broken_at is not None, "only a broken round settles"

@@ -7,7 +7,8 @@ Invariant: from its offer to its end a round takes at most `Timing.deadline_s`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -54,6 +55,7 @@ class Part(StrEnum):
     LEFT = "LEFT"
 
 
+OPEN_PARTS = (Part.OFFERED, Part.ACCEPTED, Part.RECEIVING)
 FINAL_PARTS = (Part.VERIFIED, Part.FAILED, Part.LEFT_OUT, Part.LEFT)
 
 
@@ -116,6 +118,7 @@ class Round:
         receivers: Members at the start of the transfer.
         until: End of the phase.
         broken_at: Time at which the group was given up; all members then answer by `settle_until`.
+        silent_at: Nobody who is waited for has been silent for too long before.
         has_publisher_spoken: The publisher was heard after that.
         causes: Cause of failure of a member, or under `PUBLISHER` of the whole round.
     """
@@ -137,6 +140,20 @@ class Round:
     has_publisher_spoken: bool = False
     causes: dict[str, str] = field(default_factory=dict)
     culprits: list[str] = field(default_factory=list)
+    silent_at: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self._counts = Counter(self.parts.values())
+
+    def set_part(self, name: str, part: Part) -> None:
+        """Note a member's progress."""
+        self._counts[self.parts[name]] -= 1
+        self._counts[part] += 1
+        self.parts[name] = part
+
+    def has(self, *parts: Part) -> bool:
+        """Tell whether the part of a member is one of `parts`."""
+        return any(self._counts[part] for part in parts)
 
     def those(self, *parts: Part) -> list[str]:
         """Return the members whose part is one of `parts`."""
@@ -160,8 +177,7 @@ class Round:
     def is_over(self) -> bool:
         """Whether no answer is pending any more."""
         is_sending = self.phase is Phase.TRANSFER and self.sender is Sender.PENDING
-        is_open = self.those(Part.OFFERED, Part.ACCEPTED, Part.RECEIVING)
-        return not is_sending and not is_open and not self.awaits_publisher
+        return not is_sending and not self.has(*OPEN_PARTS) and not self.awaits_publisher
 
     @property
     def has_spoilt_group(self) -> bool:
@@ -200,6 +216,7 @@ class GroupCache:
 
     def __init__(self) -> None:
         self._numbers: OrderedDict[tuple[tuple[str, str], ...], int] = OrderedDict()
+        self._names: dict[int, frozenset[str]] = {}
 
     def live(self, in_use: Iterable[int]) -> list[int]:
         """Return the numbers that are open, and those that rounds are using."""
@@ -213,20 +230,22 @@ class GroupCache:
 
     def add(self, key: tuple[tuple[str, str], ...], number: int) -> int:
         """Note a new group; the one that was not used for longest goes."""
-        self._numbers[key] = number
+        self._numbers[key], self._names[number] = number, frozenset(name for name, _ in key)
         while len(self._numbers) > MAX_CACHED_GROUPS:
-            self._numbers.popitem(last=False)
+            self._names.pop(self._numbers.popitem(last=False)[1])
         return number
 
     def drop(self, number: int) -> None:
         """The group has broken."""
-        self._numbers = OrderedDict((key, n) for key, n in self._numbers.items() if n != number)
+        self._names.pop(number, None)
+        self._numbers = OrderedDict((key, n) for key, n in self._numbers.items() if n in self._names)
 
     def forget(self, name: str) -> None:
         """The member is gone, and its groups with it."""
-        for key in [key for key in self._numbers if any(member == name for member, _ in key)]:
-            del self._numbers[key]
+        for number in [number for number, names in self._names.items() if name in names]:
+            self.drop(number)
 
     def clear(self) -> None:
         """The publisher is gone."""
         self._numbers.clear()
+        self._names.clear()

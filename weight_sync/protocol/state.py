@@ -6,7 +6,10 @@ Invariant: an id is given once, and the ids of a coordinator with a newer token 
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
@@ -29,6 +32,9 @@ class CoordinationState:
         current: The version that the publisher can send, and its size in bytes.
         newest_number: Of all versions that any publisher had; an older one is never offered.
         uses_delta: Let differences be sent to members that hold the same base.
+        lagging: All members that could be offered the current version are among them; `fenced`: all that
+            are fenced.
+        permits: The members that were told to load a version.
     """
 
     timing: Timing
@@ -42,8 +48,12 @@ class CoordinationState:
     newest_number: int = UNLOADED
     culprit: str = ""
     counters: Counter[str] = field(default_factory=Counter)
+    lagging: set[str] = field(default_factory=set)
+    fenced: set[str] = field(default_factory=set)
+    permits: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self._retries: list[tuple[float, str]] = []
         self._orders: list[Order] = []
         self._records: list[Record] = []
         self._last_id = self.token << ID_BITS
@@ -84,6 +94,11 @@ class CoordinationState:
         """Tell whether a peer last heard at `last_seen` is silent for too long."""
         return now - last_seen >= self.timing.silence_s
 
+    def forget_progress(self, member: Member) -> None:
+        """Forget the member's staged version, its transfer and its swap."""
+        member.forget_progress()
+        self.permits.discard(member.name)
+
     def blame(self, member: Member, cause: str, round_: Round | None = None) -> None:
         """Name the member as the culprit and fence it until it has caught up."""
         member.last_error = cause
@@ -98,12 +113,25 @@ class CoordinationState:
     def fence(self, member: Member) -> None:
         """Take the member's leases away until it has caught up with the newest version."""
         member.fence(max(self.newest_number, UNLOADED + 1))
+        self.fenced.add(member.name)
 
     def back_off(self, member: Member, now: float) -> None:
         """Offer the member nothing for a while."""
         member.num_failures += 1
         wait_s = self.timing.backoff_s * 2 ** min(member.num_failures - 1, 16)
         member.retry_at = now + min(MAX_BACKOFF_S, wait_s)
+        heapq.heappush(self._retries, (member.retry_at, member.name))
+
+    def next_retry_at(self, now: float) -> float:
+        """Return when the first member may be offered something again that may not now."""
+        retries = self._retries
+        while retries and (retries[0][0] <= now or self.members[retries[0][1]].retry_at != retries[0][0]):
+            heapq.heappop(retries)
+        return retries[0][0] if retries else math.inf
+
+    def in_order(self, names: Iterable[str]) -> list[Member]:
+        """Return members in the order of their first hellos."""
+        return sorted((self.members[name] for name in names), key=lambda member: member.rank)
 
     def _name(self, name: str, cause: str, round_: Round | None) -> None:
         self.culprit = f"{name}: {cause}"

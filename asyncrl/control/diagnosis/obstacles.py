@@ -35,8 +35,11 @@ def gather(statuses: Statuses, stall: str = "") -> list[Obstacle]:
         stall: The watchdog's report, empty while steps are finished. Used where no service reports more.
     """
     reported = [one for name in sorted(statuses) for one in _of_service(name, statuses[name])]
-    found = [one for one in reported if one.cause is not Cause.NO_AGENT or _is_said_by_all(one, statuses)]
-    found = [one.seen(since=0.0, blocks=_blocks(one, statuses, found)) for one in found]
+    working = {name: status for name, status in _replicas(statuses).items() if status.state in SERVING}
+    is_agentless = all(_reports(status, Cause.NO_AGENT) for status in working.values())
+    found = [one for one in reported if one.cause is not Cause.NO_AGENT or is_agentless]  # agents may choose
+    has_free = not {_number_of(name) for name in working} <= {_number_of(one.service) for one in found}
+    found = [one.seen(since=0.0, blocks=_blocks(one, has_free=has_free)) for one in found]
     if stall and not any(one.blocks for one in found):
         found.append(Obstacle("run", Cause.STALL, stall))
     order = list(Cause)
@@ -71,21 +74,10 @@ def _of_service(name: str, status: ServiceStatus) -> list[Obstacle]:
     return found
 
 
-def _is_said_by_all(obstacle: Obstacle, statuses: Statuses) -> bool:
-    """Tell whether every replica that works reports this cause: agents may prefer one of them."""
-    working = [status for status in _replicas(statuses).values() if status.state in SERVING]
-    return all(_reports(status, obstacle.cause) for status in working)
-
-
-def _blocks(obstacle: Obstacle, statuses: Statuses, found: Iterable[Obstacle]) -> bool:
-    """Tell whether no replica is free of trouble, for an obstacle of a replica; others but advice block."""
-    if obstacle.cause in ADVISORY:
-        return False
-    if not obstacle.service.startswith(("rollout.", "receiver.")):
-        return True
-    troubled = {_number_of(one.service) for one in found}
-    working = [name for name, status in _replicas(statuses).items() if status.state in SERVING]
-    return all(_number_of(name) in troubled for name in working)
+def _blocks(obstacle: Obstacle, *, has_free: bool) -> bool:
+    """Tell whether an obstacle stops the run: advice never; one of a replica if no other is free."""
+    is_of_replica = obstacle.service.startswith(("rollout.", "receiver."))
+    return obstacle.cause not in ADVISORY and not (is_of_replica and has_free)
 
 
 def _reports(status: ServiceStatus, cause: Cause) -> bool:

@@ -3,7 +3,7 @@
     STARTING -> SYNCING -> READY (<-> SUSPECT) -> DRAINING -> removed      any -> DEAD -> STARTING
 
 Owns the units of a run. It must never do what it decides: effects are carried out by `reconciler/`, in order,
-each before the next event is handed in. Time is lived time: a span in which nobody called, because the whole
+those of one moment before the next. Time is lived time: a span in which nobody called, because the whole
 machine stood still, counts for at most `MAX_STEP_S`, so it is held against no service.
 Invariants: a service is started only while it is down, and killed before that if it ever ran; every `Gone` of
 a service that should be there leads to a `Start`, at once or when the back-off ends, for a replica whose
@@ -311,7 +311,7 @@ class FleetMachine:
     def _forgo(self, unit: Unit, name: str, reason: str) -> None:
         """Go on with a replica less."""
         self._remove(unit)
-        if unit.is_standby or self._promote_standby():
+        if unit.is_standby or self._promote(1):
             self.wanted_standby = max(0, self.wanted_standby - 1)
         else:
             self.wanted = max(0, self.wanted - 1)
@@ -387,13 +387,11 @@ class FleetMachine:
         """Have as many replicas as wanted, and as many that stand by."""
         if self._is_settled:  # called at every event
             return
-        replicas, standbys = self.replicas, self.standbys
-        spares = [unit for unit in standbys if unit.is_up][: max(0, self.wanted - len(replicas))]
-        for unit in spares:
-            self._promote(unit)
-        self._grow(self.wanted - len(replicas) - len(spares), is_standby=False)
+        replicas = self.replicas
+        num_promoted = self._promote(self.wanted - len(replicas))
+        self._grow(self.wanted - len(replicas) - num_promoted, is_standby=False)
         self._shrink(replicas, self.wanted)
-        standbys = [unit for unit in standbys if unit.is_standby]
+        standbys = self.standbys
         self._grow(self.wanted_standby - len(standbys), is_standby=True)
         self._shrink(standbys, self.wanted_standby)
         self._is_settled = True
@@ -412,21 +410,18 @@ class FleetMachine:
         for unit in units[: max(0, len(units) - num_left)]:
             self._let_go(unit.index)
 
-    def _promote_standby(self) -> bool:
-        standbys = self.standbys if self.wanted_standby else ()
-        ready = next((unit for unit in standbys if unit.is_up), None)
-        if ready is not None:
-            self._promote(ready)
-        return ready is not None
-
-    def _promote(self, unit: Unit) -> None:
-        unit.is_standby = False
-        self._effects.append(Promote(unit.index))
+    def _promote(self, number: int) -> int:
+        """Let up to so many that stand by take leases, and return how many."""
+        ready = [unit for unit in self.standbys if unit.is_up][: max(0, number)]
+        for unit in ready:
+            unit.is_standby = False
+            self._effects.append(Promote(unit.index))
+        return len(ready)
 
     def _promote_for(self, unit: Unit) -> None:
         """Let one that stands by take the place of a replica that lost its engine."""
         is_whole = all(member.is_down for member in unit.members.values())
-        if unit.is_replica and not unit.is_standby and is_whole and self._promote_standby():
+        if unit.is_replica and not unit.is_standby and is_whole and self.wanted_standby and self._promote(1):
             unit.is_standby = True
 
     def _let_go(self, index: int) -> None:

@@ -40,10 +40,11 @@ from asyncrl.control.reconciler.report import FleetReport
 from asyncrl.control.reconciler.status_events import at_home, events_of, in_order
 from asyncrl.control.record.events import EventLog, Kind
 from asyncrl.control.record.outcome import Outcome
-from asyncrl.control.record.rundir import RunDir, read_json, write_json
+from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.roster import Roster
 from asyncrl.core import service_command
 from asyncrl.core.errors import ConfigError, ServiceFailed
+from asyncrl.core.files.durable import replace_text
 from asyncrl.core.rpc.message import fields_of
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.service_command import A, Command, Tighten
@@ -101,7 +102,7 @@ class FleetFile:
         if settled == self._settled:
             return
         try:
-            write_json(self.path, msgspec.to_builtins(state))
+            replace_text(self.path, msgspec.json.format(msgspec.json.encode(state)).decode())
             self._settled, self.write_error = settled, ""
         except OSError as error:
             self.write_error = f"{error}"
@@ -272,7 +273,7 @@ class FleetReconciler:
             for name, status in found.items():
                 self._actuator.note_processes(name, status)
             events = events_of(run_id, Statuses(found), self._kernel.stopped_services)
-            for name in self._apply_batch([*events, Tick()]):
+            for name in _renewed_by(self._apply(*events, Tick())):
                 found.pop(name, None)
             self._repeat_promotions(Statuses(found))
             self.report.tell_stages(self._machine)
@@ -331,32 +332,35 @@ class FleetReconciler:
 
     # --- the machine ----------------------------------------------------------------------
 
-    def _apply(self, event: Event) -> list[Effect]:
-        """Hand `event` to the machine and perform its actions, and those that failures among them require."""
+    def _apply(self, *events: Event) -> list[Effect]:
+        """Hand events of one moment to the machine, save what it decides, and perform that.
+
+        So once more with the failures among the actions. Returns all actions.
+        """
         done: list[Effect] = []
-        events: list[Event] = [event]
         while events:
-            effects = self._machine.apply(events.pop(0), self._runtime.now())
+            effects = self._decide(events)
             self.report.tell_losses(self._machine)
             if effects:
                 self._save()
             gone = [self._actuator.carry_out(effect, self._num_restarts(effect)) for effect in effects]
-            events += [found for found in gone if found is not None]
+            events = tuple(found for found in gone if found is not None)
             done += effects
         return done
 
-    def _apply_batch(self, events: Iterable[Event]) -> set[str]:
-        """Apply events that were all seen before the first is handled; return the services replaced.
+    def _decide(self, events: Iterable[Event]) -> list[Effect]:
+        """Return the machine's actions.
 
-        The report of a service that has been ended since was of its last incarnation, not of the next.
+        What was seen of a service that an action for another one replaces is of its last incarnation.
         """
+        effects: list[Effect] = []
         renewed: set[str] = set()
         for event in events:
-            if getattr(event, "name", None) in renewed:
-                continue
-            effects = self._apply(event)
-            renewed |= {effect.name for effect in effects if isinstance(effect, Start | Kill | End)}
-        return renewed
+            if getattr(event, "name", None) not in renewed:
+                found = self._machine.apply(event, self._runtime.now())
+                renewed |= _renewed_by(found)
+                effects += found
+        return effects
 
     def _num_restarts(self, effect: Effect) -> int:
         unit = self._machine.units.get(key_of(effect.name)) if isinstance(effect, Start) else None
@@ -364,9 +368,9 @@ class FleetReconciler:
 
     def _repeat_promotions(self, statuses: Statuses) -> None:
         """Resend Promote to replicas that should lease and still report standby."""
-        for unit in self._machine.replicas:
-            told = statuses.told_replicas.get(f"rollout.{unit.index}")
-            if told is not None and told.standby:
+        idle = {name for name, told in statuses.told_replicas.items() if told.standby}
+        for unit in self._machine.replicas if idle else ():
+            if f"rollout.{unit.index}" in idle:
                 self._actuator.tell_replica(unit.index, service_command.Promote())
 
     def _take_over(self, found: SavedFleet) -> None:
@@ -381,9 +385,7 @@ class FleetReconciler:
         # No service is started before the statuses have shown the nodes of the others.
         self._launcher.statuses(sorted(living & known), STATUS_DEADLINE_S)
         dead = known - living if self.ending is None else ()
-        self._apply_batch(
-            in_order(Gone(name, "gone: it died while no supervisor ran") for name in sorted(dead))
-        )
+        self._apply(*in_order(Gone(name, "gone: it died while no supervisor ran") for name in sorted(dead)))
 
     def _save(self) -> None:
         state = SavedFleet(
@@ -407,6 +409,11 @@ class FleetReconciler:
         drained = [f"rollout.{one.index}" for one in effects if isinstance(one, Drain)]
         ended = [one.name for one in effects if isinstance(one, Kill) and one.name.startswith("rollout.")]
         return Begun(self._machine.wanted, (*promoted, *started), (*drained, *ended))
+
+
+def _renewed_by(effects: Iterable[Effect]) -> set[str]:
+    """Return the services that actions replace or end."""
+    return {effect.name for effect in effects if isinstance(effect, Start | Kill | End)}
 
 
 def _without_ages(state: SavedFleet) -> SavedFleet:

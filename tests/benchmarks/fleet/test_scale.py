@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import cProfile
 import os
 import random
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from benchmarks.fleet.parts import sockets
+from benchmarks.fleet.parts.control import ControlFleet
 from benchmarks.fleet.parts.ledger import GROUP_SIZE, Fleet
 from benchmarks.fleet.parts.sync import SyncFleet
-from benchmarks.fleet.scale import check, growth, make_rows, read_arguments, table
+from benchmarks.fleet.scale import (
+    MAX_GROWTH,
+    PER_MEMBER,
+    check,
+    growth,
+    make_rows,
+    read_arguments,
+    table,
+)
 
 
 @pytest.mark.parametrize("load", [0.5, 2.0], ids=["learner waits", "replicas wait"])
@@ -34,9 +47,53 @@ def test_replicas_wait_for_leases_where_the_learner_is_the_slower_side() -> None
     assert waiting[0.5] < waiting[2.0]
 
 
-def test_every_member_of_a_sync_fleet_is_brought_to_every_version() -> None:
-    fleet = SyncFleet(5)
+@pytest.fixture
+def sync_fleet() -> Iterator[Callable[[int], SyncFleet]]:
+    with contextlib.ExitStack() as opened:
+
+        def make(count: int) -> SyncFleet:
+            fleet = SyncFleet(count)
+            opened.callback(fleet.close)
+            return fleet
+
+        yield make
+
+
+def test_every_member_of_a_sync_fleet_is_brought_to_every_version(
+    sync_fleet: Callable[[int], SyncFleet],
+) -> None:
+    fleet = sync_fleet(5)
     assert fleet.sync(3) > 0  # raises where a member was left behind
+    assert fleet.beat(2) > 0
+
+
+def count_calls(act: Callable[[], object]) -> int:
+    """Return how many calls of functions `act` makes."""
+    profile = cProfile.Profile()
+    profile.runcall(act)
+    return sum(one.callcount for one in profile.getstats())
+
+
+def test_a_version_and_a_heartbeat_take_as_many_calls_of_a_member_in_a_large_fleet_as_in_a_small_one(
+    sync_fleet: Callable[[int], SyncFleet],
+) -> None:
+    calls = {}
+    for count in (8, 128):
+        fleet = sync_fleet(count)
+        fleet.sync(1)
+        calls[count] = [count_calls(partial(act, 1)) / count for act in (fleet.sync, fleet.beat)]
+    assert all(large <= MAX_GROWTH * small for small, large in zip(calls[8], calls[128], strict=True)), calls
+
+
+def test_pulses_snapshots_and_losses_take_as_many_calls_of_a_replica_in_a_large_fleet_as_in_a_small_one() -> (
+    None
+):
+    calls = []
+    for count in (8, 128):
+        fleet = ControlFleet(count, 3, 2)
+        calls.append(count_calls(fleet.run) / count)
+        assert [len(one) for one in (fleet.pulse_s, fleet.view_s, fleet.loss_s)] == [3, 3, 2]
+    assert calls[1] <= MAX_GROWTH * calls[0], calls
 
 
 def test_a_fleet_offers_its_rate_from_the_first_second_on() -> None:
@@ -73,10 +130,22 @@ def test_what_sync_costs_is_judged_as_a_part_of_a_trajectory() -> None:
     """Of 16 per member and version: 10 + 1 us at 8 replicas, 11 + x at 512."""
     sockets_rows = [{"replicas": 8, "us_per_trajectory": 10.0}, {"replicas": 512, "us_per_trajectory": 11.0}]
     for us_per_member, is_met in ((16.0, True), (64.0, False)):
-        sync = [{"replicas": 8, "us_per_member": [16.0]}, {"replicas": 512, "us_per_member": [us_per_member]}]
-        assert f"512 members: {us_per_member:.0f} us" in table({"quick": True, "sync": sync})
+        small = {"replicas": 8, "us_per_member": [16.0], "us_per_heartbeat": [4.0]}
+        sync = [small, small | {"replicas": 512, "us_per_member": [us_per_member]}]
+        assert f"512 members, of each {us_per_member:.0f} us per version" in table(
+            {"quick": True, "sync": sync}
+        )
         assert check({"sockets": sockets_rows, "sync": sync})[0] == is_met
     assert check({"sockets": sockets_rows, "sync": sync[:1]})[0], "one fleet is no growth"
+
+
+@pytest.mark.parametrize(("part", "name"), [(part, name) for part in PER_MEMBER for name in PER_MEMBER[part]])
+def test_each_cost_of_a_member_may_grow_by_a_fifth(part: str, name: str) -> None:
+    def verdict(us: float) -> bool:
+        small: dict[str, Any] = {"replicas": 8, **{one: [10.0] for one in PER_MEMBER[part]}}
+        return check({"quick": True, part: [small, small | {"replicas": 1024, name: [us, 99.0]}]})[0]
+
+    assert verdict(11.9) and not verdict(12.1)
 
 
 def test_the_calls_of_requests_are_counted_and_nothing_else() -> None:

@@ -357,7 +357,7 @@ def test_a_run_whose_first_groups_all_fail_ends_with_a_reason(tmp_path: Path) ->
     assert outcome["service"] == "rollout.0"
 
 
-@pytest.mark.parametrize("replicas", [-1, 65, 1.5, True, "two", None])
+@pytest.mark.parametrize("replicas", [-1, 1.5, True, "two", None])
 def test_a_number_of_replicas_that_makes_no_sense_is_refused(tmp_path: Path, replicas: object) -> None:
     supervisor, _ = make_supervisor(tmp_path)
     scale = supervisor.operations.routes()["POST /scale"]

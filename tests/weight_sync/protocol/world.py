@@ -23,8 +23,8 @@ def receiver_hello(name: str, incarnation: str, **fields: Any) -> ReceiverHello:
 class PromptCoordination(Coordination):
     """One whose server has turns of one message: what follows from an event is there at once."""
 
-    def _note_change(self, now: float) -> None:
-        super()._note_change(now)
+    def _note_change(self, now: float, name: str = "") -> None:
+        super()._note_change(now, name)
         self._settle()
 
 
