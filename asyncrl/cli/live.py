@@ -99,15 +99,19 @@ def table_of(values: Mapping[str, object]) -> list[str]:
 # --- one run as text --------------------------------------------------------------------------
 
 
-def text_of(snapshot: Snapshot) -> list[str]:
-    """Return all that the page shows but curves and rollouts, as lines without colours or boxes."""
-    view = view_of(snapshot)
+def text_of(snapshot: Snapshot, *, is_whole: bool = False) -> list[str]:
+    """Return all that the page shows but curves and rollouts, as lines without colours or boxes.
+
+    Args:
+        is_whole: Each service of a large fleet has a line.
+    """
+    view = view_of(snapshot, is_whole=is_whole)
     sections = [
         _head(snapshot, view),
         _pipeline(view["nodes"]),
         _account(view["account"]),
         _lag_lines(view["lag"]),
-        _services(view["services"]),
+        [*_services(view["services"]), *_groups(view)],
         _events(view["events"]),
     ]
     lines: list[str] = []
@@ -183,6 +187,20 @@ def _services(services: list[Service]) -> list[str]:
     return align([columns, *rows])
 
 
+def _groups(view: View) -> list[str]:
+    """Return a line for each grouping of a large fleet, the worst groups first."""
+    if not view["groupings"]:
+        return []
+    rows = [
+        [one["title"], ", ".join(f"{group['name']} {group['count']}" for group in one["groups"])]
+        for one in view["groupings"]
+    ]
+    return [
+        *align(rows),
+        f"{view['num_hidden']} services have no line; 'asyncrl status --services' shows all",
+    ]
+
+
 def _events(events: list[Event]) -> list[str]:
     if not events:
         return []
@@ -207,6 +225,7 @@ def panel_of(snapshot: Snapshot, width: int = PANEL_WIDTH) -> RenderableType:
     if view["phase"]:
         parts.append(Text(view["phase"], "yellow"))
     parts += [_progress(snapshot, view, width), _figures(snapshot, view), *_states(view["services"])]
+    parts += [Text(line) for line in _groups(view)]
     parts += _news(view["events"])
     if view["error"]:
         parts += [Text(), Text(view["error"], style="bold red")]

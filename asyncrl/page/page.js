@@ -53,7 +53,7 @@ function drawView(found) {
   drawPipeline(found.nodes, found.edges, found.bottleneck.node);
   drawAccount(found.account);
   drawLag(found.lag);
-  drawServices(found.services);
+  drawFleet(found);
   drawEvents(found.events);
 }
 
@@ -130,6 +130,16 @@ function drawLag(lag) {
   }));
   const labels = lag.bars.map((bar) => el("span", {}, lag.bars.length <= 16 || bar.lag % 4 === 0 ? bar.lag : ""));
   replace($("lag-axis"), lag.bars.length ? labels : [el("span", {}, "no step is trained yet")]);
+}
+
+let isWhole = false; // every service of a large fleet was asked for
+
+function drawFleet(found) {
+  replace($("groupings"), found.groupings.map((one) => el("p", { class: "parts" }, el("b", {}, one.title),
+    ...one.groups.map((group) => el("span", { class: "state", tone: group.tone }, `${group.name} `, el("b", {}, group.count))))));
+  show("all-services", isWhole ? "show the worst only" : `show ${found.num_hidden} more services`, found.num_hidden > 0);
+  if (!isWhole || !found.num_hidden) drawServices(found.services);
+  else fetch("services").then((answer) => answer.json()).then((services) => isWhole && drawServices(services)).catch(() => {});
 }
 
 function drawServices(services) {
@@ -442,6 +452,7 @@ function end() {
 }
 
 $("unzoom").addEventListener("click", () => setZoom(null));
+$("all-services").addEventListener("click", () => { isWhole = !isWhole; drawFleet(view); });
 for (const id of ["smooth", "log"]) $(id).addEventListener("change", () => charts.forEach((chart) => chart.draw()));
 $("charts").append(...charts.map((chart) => chart.box));
 new ResizeObserver(() => charts.forEach((chart) => chart.draw())).observe($("charts"));

@@ -87,6 +87,21 @@ class Service(TypedDict):
     gateway: str
 
 
+class Group(TypedDict):
+    """How many services are alike."""
+
+    name: str
+    count: str
+    tone: str
+
+
+class Grouping(TypedDict):
+    """Services of one kind by what they are alike in, the worst first."""
+
+    title: str
+    groups: list[Group]
+
+
 class Event(TypedDict):
     """Event at a time, in seconds of the wall clock."""
 
@@ -98,7 +113,7 @@ class Event(TypedDict):
 
 
 class View(TypedDict):
-    """All of the page but curves and rollouts."""
+    """All of the page but curves and rollouts; `num_hidden`: services that are in groups only."""
 
     run: str
     state: str
@@ -122,4 +137,6 @@ class View(TypedDict):
     account: Account
     lag: Lag
     services: list[Service]
+    groupings: list[Grouping]
+    num_hidden: int
     events: list[Event]

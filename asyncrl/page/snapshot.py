@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 
 import msgspec
 
@@ -12,9 +13,21 @@ from asyncrl.control.fleet.units import Stage
 from asyncrl.control.snapshot import ServiceView, Snapshot, read_snapshot, values_of
 from asyncrl.core.files.printable import printable_values
 from asyncrl.core.service_status import kind_of
-from asyncrl.core.states import SERVICE_ENDS, ServiceState
+from asyncrl.core.states import SERVICE_ENDS, RunState, ServiceState
 from asyncrl.page.figures import finite_values
 
+GOOD_STATES = (
+    ServiceState.READY,
+    ServiceState.PINNED,
+    ServiceState.ENDED,
+    RunState.RUNNING,
+    RunState.FINISHED,
+    RunState.STOPPED,
+)
+BAD_STATES = (
+    *(ServiceState.DEAD, ServiceState.RETIRED, ServiceState.FAILED, ServiceState.SILENT),
+    *(RunState.FAILED, RunState.SILENT),
+)
 DOUBTED_STAGES = (Stage.SUSPECT, Stage.DEAD, Stage.RETIRED)
 
 
@@ -34,11 +47,15 @@ def shown(snapshot: Snapshot) -> Snapshot:
 def _with_numbers(value: object) -> object:
     """Return structs, and those in their mappings and tuples, whose fields hold no number that is none."""
     if isinstance(value, msgspec.Struct):
-        told = {one.name: _number_of(getattr(value, one.name), one) for one in msgspec.structs.fields(value)}
+        told = {one.name: _number_of(getattr(value, one.name), one) for one in _fields_of(type(value))}
         return msgspec.structs.replace(value, **told)
     if isinstance(value, Mapping):
         return {name: _with_numbers(one) for name, one in value.items()}
     return tuple(_with_numbers(one) for one in value) if isinstance(value, tuple) else value
+
+
+_fields_of = cache(msgspec.structs.fields)
+"""They are worked out anew at each call, which takes longer than the rest of a service's view."""
 
 
 def _number_of(value: object, field: msgspec.structs.FieldInfo) -> object:
@@ -93,3 +110,14 @@ def fill_of(part: float | None, whole: float | None) -> float | None:
 def state_of(service: ServiceView) -> str:
     """Return a service's own word, unless the supervisor knows better."""
     return str(service.stage if service.stage in DOUBTED_STAGES else service.state)
+
+
+def tone_of(state: str) -> str:
+    """Return how a state looks: good, bad, or busy for all that pass.
+
+    >>> tone_of("READY"), tone_of("SYNCING"), tone_of("DEAD")
+    ('good', 'busy', 'bad')
+    """
+    if state == ServiceState.SUSPECT:
+        return "warn"
+    return "good" if state in GOOD_STATES else "bad" if state in BAD_STATES else "busy"

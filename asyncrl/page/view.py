@@ -7,34 +7,25 @@ snapshot lacks is a dash.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from asyncrl.control.snapshot import LedgerView, ServiceView, Snapshot
-from asyncrl.core.service_status import PendingTickets, kind_of
-from asyncrl.core.states import RUN_ENDS, RunState, ServiceState
+from asyncrl.control.snapshot import LedgerView, Snapshot
+from asyncrl.core.obstacle import Obstacle as RunObstacle
+from asyncrl.core.service_status import PendingTickets
+from asyncrl.core.states import RUN_ENDS, RunState
 from asyncrl.page.figures import DASH, count_of, duration_of, figure_of, share_of
-from asyncrl.page.picture import Account, Bar, Event, Lag, Law, Obstacle, Pace, Service, View
+from asyncrl.page.fleet import Fleet
+from asyncrl.page.picture import Account, Bar, Event, Lag, Law, Obstacle, Pace, View
 from asyncrl.page.pipeline import edges_of, node_of, nodes_of
-from asyncrl.page.snapshot import at_rest, index_of, metric_of, share_done, shown, state_of
+from asyncrl.page.snapshot import at_rest, metric_of, share_done, shown, tone_of
 
-MAX_EVENTS = 50
+MAX_EVENTS, MAX_OBSTACLES = 50, 24
 MAX_LAG_BARS = 33
 LAG_SHARE = "staleness/lag_share/"
 OPEN_STATES = PendingTickets.__struct_fields__
-GOOD_STATES = (
-    ServiceState.READY,
-    ServiceState.PINNED,
-    ServiceState.ENDED,
-    RunState.RUNNING,
-    RunState.FINISHED,
-    RunState.STOPPED,
-)
-BAD_STATES = (
-    *(ServiceState.DEAD, ServiceState.RETIRED, ServiceState.FAILED, ServiceState.SILENT),
-    *(RunState.FAILED, RunState.SILENT),
-)
 TONES = {
     "exit": "bad",
     "stall": "bad",
@@ -49,17 +40,20 @@ TONES = {
 LEAVING = (RunState.STOPPING, *RUN_ENDS)
 
 
-def view_of(snapshot: Snapshot, rates: Mapping[str, float] | None = None) -> View:
+def view_of(snapshot: Snapshot, rates: Mapping[str, float] | None = None, *, is_whole: bool = False) -> View:
     """Return all that the page shows but curves and rollouts; `asyncrl status` prints the same.
 
     Args:
         snapshot: Of the supervisor.
         rates: Flows between the boxes of the pipeline, by `pipeline.counters_of`.
+        is_whole: Every service of a large fleet has a row, and it has no groups.
     """
     snapshot = shown(snapshot)
     state = snapshot.state
     if state in RUN_ENDS:
         snapshot, rates = at_rest(snapshot), None
+    fleet = Fleet(snapshot)
+    rows = fleet.all_rows() if is_whole else fleet.rows()
     return {
         "run": snapshot.run or "run",
         "state": str(state or DASH),
@@ -82,20 +76,11 @@ def view_of(snapshot: Snapshot, rates: Mapping[str, float] | None = None) -> Vie
         "edges": edges_of(rates or {}),
         "account": _account(snapshot.ledger),
         "lag": _lag(snapshot),
-        "services": _services(snapshot),
+        "services": rows,
+        "groupings": [] if is_whole else fleet.groupings(),
+        "num_hidden": len(snapshot.services) - len(rows),
         "events": [_event(event) for event in reversed(snapshot.events[-MAX_EVENTS:])],
     }
-
-
-def tone_of(state: str) -> str:
-    """Return how a state looks: good, bad, or busy for all that pass.
-
-    >>> tone_of("READY"), tone_of("SYNCING"), tone_of("DEAD")
-    ('good', 'busy', 'bad')
-    """
-    if state == ServiceState.SUSPECT:
-        return "warn"
-    return "good" if state in GOOD_STATES else "bad" if state in BAD_STATES else "busy"
 
 
 def _pace(snapshot: Snapshot) -> Pace:
@@ -116,7 +101,7 @@ def _pace(snapshot: Snapshot) -> Pace:
 def _obstacles(snapshot: Snapshot) -> list[Obstacle]:
     """Return what keeps a run from its next step, the gravest first; nothing once it is on its way out."""
     found = () if snapshot.state in LEAVING else snapshot.obstacles
-    return [
+    told: list[Obstacle] = [
         {
             "node": node_of(one.service),
             "service": one.service,
@@ -125,7 +110,21 @@ def _obstacles(snapshot: Snapshot) -> list[Obstacle]:
             "since": one.since,
             "tone": "bad" if one.blocks else "warn",
         }
-        for one in found
+        for one in found[:MAX_OBSTACLES]
+    ]
+    return [*told, *_other_obstacles(found[MAX_OBSTACLES:])]
+
+
+def _other_obstacles(found: Sequence[RunObstacle]) -> list[Obstacle]:
+    """Return one for all that have no place, with how many there are of each cause."""
+    if not found:
+        return []
+    counts = Counter(one.cause.value for one in found).most_common()
+    text = ", ".join(f"{cause} {count}" for cause, count in counts)
+    tone = "bad" if any(one.blocks for one in found) else "warn"
+    since = min(one.since for one in found)
+    return [
+        {"node": "", "service": f"{len(found)} more", "text": text, "count": "", "since": since, "tone": tone}
     ]
 
 
@@ -236,41 +235,7 @@ def _bar(lag: int, share: float) -> Bar:
     return {"lag": str(lag), "share": share, "text": share_of(share)}
 
 
-# --- services and events --------------------------------------------------------------------
-
-
-def _services(snapshot: Snapshot) -> list[Service]:
-    services = snapshot.services
-    told = [one.number or 0 for name, one in services.items() if kind_of(name) == "rollout"]
-    newest = max(metric_of(snapshot, "weights/published") or 0, *told, 0)  # a row is older than a status
-    return [
-        _service(name, services[name], newest)
-        for name in sorted(services, key=lambda name: (_ORDER.get(kind_of(name), 9), index_of(name)))
-    ]
-
-
-_ORDER = {"rollout": 0, "learner": 1, "buffer": 2, "weight_sync": 3, "publisher": 4, "receiver": 5}
-
-
-def _service(name: str, service: ServiceView, newest: float) -> Service:
-    state, version = state_of(service), service.number
-    is_replica = kind_of(name) == "rollout"
-    age = service.heartbeat_age_s
-    return {
-        "name": name,
-        "is_replica": is_replica,
-        "state": state + (" (standby)" if service.standby else ""),
-        "tone": tone_of(state),
-        "version": count_of(version or None) if is_replica else "",
-        "behind": _behind(newest - version) if is_replica and version and newest else "",
-        "heartbeat": DASH if age is None else f"{age:.1f} s",
-        "restarts": count_of(service.restarts),
-        "gateway": service.gateway or "",
-    }
-
-
-def _behind(versions: float) -> str:
-    return "newest" if versions <= 0 else f"{versions:.0f} behind"
+# --- events --------------------------------------------------------------------
 
 
 def _event(event: Mapping[str, object]) -> Event:

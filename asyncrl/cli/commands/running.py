@@ -73,6 +73,9 @@ def status(
     run: RunOption = None,
     is_all: Annotated[bool, typer.Option("--all", help="Every run of the folder, ended ones too.")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run ends.")] = False,
+    services: Annotated[
+        bool, typer.Option("--services", help="A line for each service, also of a large fleet.")
+    ] = False,
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
 ) -> None:
@@ -86,7 +89,8 @@ def status(
     names = list(dict.fromkeys([*(runs or []), *([run] if run else [])]))
     if is_all and names:
         raise typer.BadParameter(f"--all shows every run: leave out {', '.join(names)}", param_hint="--all")
-    raise typer.Exit(show_status(Asked(names, is_all, runs_dir), as_json=as_json, is_watching=watch))
+    asked = Asked(names, is_all, runs_dir, services)
+    raise typer.Exit(show_status(asked, as_json=as_json, is_watching=watch))
 
 
 @app.command()

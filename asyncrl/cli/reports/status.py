@@ -32,11 +32,16 @@ CHECKPOINT_POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Asked:
-    """Selection of runs: by name, all of a folder, or, without either, the one started last."""
+    """Selection of runs: by name, all of a folder, or, without either, the one started last.
+
+    Attributes:
+        is_whole: Each service of a large fleet is asked for.
+    """
 
     names: Sequence[str]
     is_all: bool
     runs_dir: str
+    is_whole: bool = False
 
     @property
     def is_several(self) -> bool:
@@ -160,7 +165,7 @@ def _print(snapshots: Sequence[Snapshot], asked: Asked, as_json: bool) -> None:
     elif asked.is_several:
         exits.show(*table_of(snapshots))
     else:
-        exits.show(*text_of(snapshots[0]))
+        exits.show(*text_of(snapshots[0], is_whole=asked.is_whole))
         _say_page(asked, snapshots[0])
 
 

@@ -10,6 +10,7 @@ Invariant: never more than a guess from observations, and every guess names the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ Metrics = Mapping[str, float]
 
 IDLE, CLEARLY_MORE = 0.1, 0.1
 """Shares of time from which a side counts as waiting, and as waiting more than the other."""
+FEW = 16
+"""Replicas that a sentence names one by one."""
 COMING = (ServiceState.STARTING, ServiceState.SYNCING)
 LOST = (ServiceState.FAILED, ServiceState.DEAD, ServiceState.SILENT)
 LEARNER_IDLE, ROLLOUT_IDLE = "perf/learner_idle/", "perf/rollout_idle/"
@@ -77,10 +80,17 @@ def _stops(statuses: Statuses, obstacles: Sequence[Obstacle]) -> Iterator[Diagno
     yield from (_of_obstacle(one) for one in blocking)
     replicas = statuses.replicas
     if replicas and not any(map(_is_ready, replicas.values())):
-        states = ", ".join(f"{name} {status.state}" for name, status in sorted(replicas.items()))
-        yield Diagnosis("rollout", f"no replica is READY: {states}", "rollout")
+        yield Diagnosis("rollout", f"no replica is READY: {_states_of(replicas)}", "rollout")
     if LEARNER in statuses and not replicas:
         yield Diagnosis("rollout", "there are no rollout replicas; 'asyncrl scale rollout=N'", "rollout")
+
+
+def _states_of(replicas: Mapping[str, ServiceStatus]) -> str:
+    """Return the state of each replica, of many how many are in which."""
+    if len(replicas) <= FEW:
+        return ", ".join(f"{name} {status.state}" for name, status in sorted(replicas.items()))
+    counts = Counter(status.state for status in replicas.values())
+    return ", ".join(f"{count} {state}" for state, count in counts.most_common())
 
 
 def _of_obstacle(obstacle: Obstacle) -> Diagnosis:
@@ -201,12 +211,8 @@ def _scoring(statuses: Statuses) -> str:
 
 def _lacking(statuses: Statuses) -> str:
     """Return which replicas do not generate, empty if all do."""
-    away = [
-        f"{name} {status.state}"
-        for name, status in sorted(statuses.replicas.items())
-        if not _is_ready(status)
-    ]
-    return f"; not generating: {', '.join(away)}" if away else ""
+    away = {name: status for name, status in statuses.replicas.items() if not _is_ready(status)}
+    return f"; not generating: {_states_of(away)}" if away else ""
 
 
 def _shares(learner: float, rollout: float) -> str:

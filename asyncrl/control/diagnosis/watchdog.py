@@ -20,6 +20,8 @@ AT_LEAST_S = 60.0
 FIRST_STEP_S = 600.0
 """Limit before the first step, whose duration is unknown: engines load and compile."""
 NUM_REMEMBERED = 16
+MAX_EDGES = 48
+"""Waits that a report names; a run of 16 replicas has fewer."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Watchdog:
         if known is not None:
             edges = [Edge("the run", known.service, known.sentence)]
         usual = f", usually one takes {median(self._times_s):.1f} s" if self._times_s else ""
-        chain = "; ".join(str(edge) for edge in edges)
-        text = f"no step was finished for {still_s:.0f} s{usual}: {chain}"
-        return Stall(edges[-1].whom, text, tuple(str(edge) for edge in edges))
+        told = [str(edge) for edge in edges[:MAX_EDGES]]
+        if (num_more := len(edges) - len(told)) > 0:
+            told.append(f"{num_more} more waits")
+        text = f"no step was finished for {still_s:.0f} s{usual}: {'; '.join(told)}"
+        return Stall(edges[-1].whom, text, tuple(told))

@@ -1,4 +1,4 @@
-"""Read-only routes of the control API: the page's three files, its stream, `/metrics` and `/health`."""
+"""Read-only routes of the control API: the page's files, stream and services, `/metrics` and `/health`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from asyncrl.page.feed import Feed
 from asyncrl.page.http.prometheus import CONTENT_TYPE, health_answer, prometheus_text
 from asyncrl.page.reading import RowTail
 from asyncrl.page.rollouts import decoder_of
+from asyncrl.page.view import view_of
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +54,14 @@ def page_routes(snapshot: Callable[[], Snapshot], config: Config, folder: Path) 
     routes: dict[str, Route] = {f"GET {path}": _asset(*asset) for path, asset in ASSETS.items()}
     return routes | {
         "GET /events": lambda _: EventStream(feed.follow),
+        "GET /services": lambda _: _services(snapshot()),
         "GET /metrics": lambda _: _metrics(snapshot()),
         "GET /health": lambda _: _health(snapshot()),
     }
+
+
+def _services(snapshot: Snapshot) -> Text:
+    return Text("application/json", json.dumps(view_of(snapshot, is_whole=True)["services"]).encode())
 
 
 def _metrics(snapshot: Snapshot) -> Text:
