@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from asyncrl.core.errors import ConfigError
 
 OF_REPLICA = ("rollout", "receiver")
+TOO_LARGE = "A replica's engine runs on one node: lower rollout.gpus or rollout.cpus, or add a larger node"
 _SLACK = 1e-6
 
 
@@ -53,6 +54,7 @@ class Placement:
         self.home = home
         self._needs = dict(needs or {})
         self._claims: dict[str, Claim] = {}
+        self._claims_on: dict[str, dict[str, Claim]] = {}
 
     def choose(self, nodes: Sequence[Node], name: str, cpus: float = 0.0, gpus: float = 0.0) -> str:
         """Return the id of the node for the service `name`, and remember it until `forget`.
@@ -69,17 +71,19 @@ class Placement:
             return self._claim(name, mate.node, cpus, gpus)
         with_room = [node for node in nodes if self._has_room(node, cpus, gpus)]
         if not with_room:
+            is_too_large = all(cpus > node.cpus or gpus > node.gpus for node in nodes)
             raise ConfigError(
                 f"no node has room for {name}, which takes {cpus:g} CPUs and {gpus:g} GPUs: "
                 f"{'; '.join(self._describe(node) for node in nodes) or 'there are none'}",
-                hint="Add a node, or ask for fewer replicas",
+                hint=TOO_LARGE if is_too_large else "Add a node, or ask for fewer replicas",
             )
         chosen = min(with_room, key=lambda node: (self._count(node), node.id == self.home, node.address))
         return self._claim(name, chosen.id, cpus, gpus)
 
     def forget(self, name: str) -> None:
         """Free the resources reserved for `name`, if any."""
-        self._claims.pop(name, None)
+        if (claim := self._claims.pop(name, None)) is not None:
+            del self._claims_on[claim.node][name]
 
     def recall(self, name: str, node: str) -> None:
         """Record that a service, placed by an earlier supervisor, lives on `node`."""
@@ -92,7 +96,8 @@ class Placement:
         return None if claim is None else claim.node
 
     def _claim(self, name: str, node: str, cpus: float, gpus: float) -> str:
-        self._claims[name] = Claim(node, cpus, gpus)
+        claim = self._claims[name] = Claim(node, cpus, gpus)
+        self._claims_on.setdefault(node, {})[name] = claim
         return node
 
     def _has_room(self, node: Node, cpus: float, gpus: float) -> bool:
@@ -100,17 +105,12 @@ class Placement:
         return cpus <= free_cpus + _SLACK and gpus <= free_gpus + _SLACK
 
     def _free(self, node: Node) -> tuple[float, float]:
-        claims = self._claims_on(node)
+        claims = self._claims_on.get(node.id, {}).values()
         cpus, gpus = sum(claim.cpus for claim in claims), sum(claim.gpus for claim in claims)
         return node.cpus - cpus, node.gpus - gpus
 
     def _count(self, node: Node) -> int:
-        return sum(
-            name.startswith("rollout.") and claim.node == node.id for name, claim in self._claims.items()
-        )
-
-    def _claims_on(self, node: Node) -> list[Claim]:
-        return [claim for claim in self._claims.values() if claim.node == node.id]
+        return sum(name.startswith("rollout.") for name in self._claims_on.get(node.id, ()))
 
     def _describe(self, node: Node) -> str:
         free_cpus, free_gpus = self._free(node)

@@ -15,7 +15,12 @@ from asyncrl.core.runtime.threads import ThreadEvent
 from asyncrl.core.staleness import PolicyVersion
 from tests.runtimes import ManualRuntime
 from tests.weight_sync.protocol.world import TIMING, World, receiver_hello
-from weight_sync.coordination.coordinator import DESCRIBE_S, CoordinatorService
+from weight_sync.coordination.coordinator import (
+    DESCRIBE_S,
+    PICTURE_MEMBERS,
+    PICTURE_S,
+    CoordinatorService,
+)
 from weight_sync.coordination.journal import read_fences
 from weight_sync.protocol.members import PublisherInfo
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
@@ -23,6 +28,7 @@ from weight_sync.protocol.round_manager import RoundManager
 from weight_sync.protocol.rounds import Timing
 from weight_sync.protocol.state import ID_BITS
 from weight_sync.protocol.swap_scheduler import MAX_LOAD_FAILURES
+from weight_sync.sync_records import JOURNAL_FILE, MembersRecord, parse_entry
 
 NAMES = [f"receiver.{index}" for index in range(64)]
 
@@ -142,6 +148,26 @@ def poll(service: CoordinatorService) -> Asked:
 
 def report(service: CoordinatorService, seq: int, event: str, **fields: Any) -> None:
     service.handle(Asked("report", **ME, event=event, fields=fields, seq=seq))
+
+
+@pytest.mark.parametrize(
+    ("num_members", "num_pictures"), [(1, 4), (PICTURE_MEMBERS, 4), (2 * PICTURE_MEMBERS, 2)]
+)
+def test_the_members_of_a_large_fleet_are_journalled_less_often(
+    tmp_path: Path, num_members: int, num_pictures: int
+) -> None:
+    with serving(tmp_path) as (service, _, clock):
+        for index in range(1, num_members):
+            service.handle(Asked("hello", **ME | {"name": f"receiver.{index}"}, **INFO))
+        service.end_turn()
+        clock.advance(PICTURE_MEMBERS * PICTURE_S)
+        for number in range(1, 5):
+            report(service, number, "loaded", number=number, ok=True, error="")
+            service.end_turn()
+            clock.advance(PICTURE_S)
+        lines = (tmp_path / JOURNAL_FILE).read_text().splitlines()
+    pictures = [entry for line in lines if isinstance(entry := parse_entry(line.encode()), MembersRecord)]
+    assert sum(picture.members["receiver.0"].version > 0 for picture in pictures) == num_pictures
 
 
 def test_a_successor_in_the_turn_of_its_forerunner_s_abort_is_ordered_nothing_of_it(tmp_path: Path) -> None:
