@@ -55,7 +55,7 @@ PER_MEMBER = {
 """Judged figures of a part: microseconds of a member for each."""
 LOADS = {"learner waits": 0.8, "replicas wait": 1.25}
 """Ratio of the learner's time for a step to the fleet's time to generate it."""
-ROUNDS = 3
+ROUNDS = 5
 TRAJECTORIES, SYNCS = 8192, 1024
 """Of a fleet in virtual time, and members that a version reaches, or that poll, in each round, at least."""
 MIN_PULSES, MIN_PULSED = 8, 4096

@@ -250,3 +250,72 @@ def test_who_verifies_after_its_round_has_ended_is_the_base_of_later_differences
     world.pass_time(TIMING.deadline_s + 1.0, "a")
     world.coordination.verified("a", offer.fields["round"], 2, world.now)
     assert world.member("a").base == 2
+
+
+def test_a_member_that_was_silent_while_a_version_came_gets_it_when_it_polls_again() -> None:
+    world = World("a", "b")
+    world.publish(1)
+    world.obey("a", "b")
+    world.pass_time(4.0, "b")
+    assert world.states() == {"a": "SUSPECT", "b": "READY"}
+    world.publish(2)
+    world.obey("b")
+    assert (world.member("a").serving, world.member("b").serving) == (1, 2)
+    world.pass_time(0.5, "a", "b")
+    world.obey("a", "b")
+    assert world.member("a").serving == 2
+
+
+def test_a_member_that_was_silent_at_its_turn_to_load_takes_it_when_it_polls_again() -> None:
+    world = World("a", "b")
+    world.publish(1)
+    world.obey("a", "b", loads=False)
+    (first,) = (order.to for order in world.orders("commit"))
+    second = "b" if first == "a" else "a"
+    world.pass_time(4.0, first)
+    assert world.states()[second] == "SUSPECT" and world.member(second).staged == 1
+    world.coordination.loaded(first, 1, True, "", world.now)
+    assert world.take() == [], "it cannot be told to"
+    world.pass_time(0.5, "a", "b")
+    world.obey("a", "b")
+    assert world.member(second).serving == 1
+
+
+def test_an_offer_that_ended_with_its_publisher_is_made_again_though_the_members_say_nothing() -> None:
+    world = World("a", "b")
+    world.pass_time(2.0, "a", "b", is_publisher_alive=False)
+    world.publish(1)
+    offer = next(order for order in world.take() if order.to == "a")
+    world.obey_order(offer, loads=True)
+    world.pass_time(1.5, "a", "b", is_publisher_alive=False)
+    assert world.coordination.culprit == "publisher: silent" and world.coordination.round is None
+    world.take()
+    world.pass_time(0.5, "a", "b")
+    assert {order.to for order in world.take() if order.kind == "offer"} == {"a", "b"}
+
+
+@pytest.mark.parametrize("event", ["retire", "drain", "hello", "another process"])
+def test_who_was_told_to_load_and_goes_or_begins_anew_leaves_its_turn_to_the_next(event: str) -> None:
+    world = World("a", "b")
+    world.publish(1)
+    world.obey("a", "b", loads=False)
+    (first,) = (order.to for order in world.orders("commit"))
+    second = "b" if first == "a" else "a"
+    if event in ("retire", "drain"):
+        getattr(world.coordination, event)(first, world.now)
+        world.pass_time(TIMING.deadline_s, first, second) if event == "drain" else None
+    else:
+        world.join(first, incarnation="1" if event == "hello" else "2")
+    assert [order.to for order in world.take() if order.kind == "commit"] == [second]
+
+
+def test_a_swap_has_its_time_anew_after_a_pause_of_the_coordinator_and_no_more() -> None:
+    world = World("a")
+    world.publish(1)
+    world.obey("a", loads=False)
+    world.now += 3 * TIMING.deadline_s  # it did not run
+    world.pass_time(TIMING.deadline_s - 1.0, "a")
+    assert world.coordination.counters["pauses"] == 1
+    assert world.coordination.counters["missed_swaps"] == 0
+    world.pass_time(2.0, "a")
+    assert world.coordination.counters["missed_swaps"] == 1
