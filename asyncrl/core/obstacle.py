@@ -21,6 +21,7 @@ class Cause(StrEnum):
 
     JOURNAL_AWAY = "journal_away"
     DISK_FULL = "disk_full"
+    NO_ROOM = "no_room"
     SERVICE_DOWN = "service_down"
     WEIGHTS_REFUSED = "weights_refused"
     WEIGHTS_UNDELIVERED = "weights_undelivered"

@@ -41,18 +41,9 @@ def make_launcher(config: Config, run_id: str) -> Launcher:
     launcher = RayLauncher(namespace_of(config))
     if not config.launcher.is_cluster:
         return launcher
-    placement = Placement(membership.home_node(), needs_of(config))
+    placement = Placement(membership.home_node(), config)
     clean = partial(membership.clean_service, run_id)
     return ClusterLauncher(launcher, placement, membership.living_nodes, clean)
-
-
-def needs_of(config: Config) -> dict[str, tuple[float, float]]:
-    """Return the CPUs and GPUs of a service by its kind, of those that need any."""
-    rollout, learner = config.rollout, config.learner
-    return {
-        "rollout": (rollout.cpus, rollout.gpus),
-        "learner": (learner.cpus, learner.gpus),
-    }
 
 
 def refuse_running(config: Config, starts: Sequence[Start]) -> None:

@@ -1,7 +1,8 @@
 """Launcher for a cluster: a `Launcher` that places each service on a node.
 
-Owns which service waits for a place. Invariant: a replica that no node has room for waits, and the run
-goes on; it is started as soon as a node has room, be it a new one.
+Owns which service waits for a place, and which was lost with its node. Invariant: a replica that no node has
+room for waits, and the run goes on; it is started as soon as a node has room, be it a new one. The learner's
+ranks wait all together, and are the run's obstacle.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from asyncrl.control.ray.launcher import Launcher
 from asyncrl.control.ray.placement import Node, Placement
 from asyncrl.control.roster import ServiceSpec
 from asyncrl.core.errors import ConfigError, ServiceFailed
+from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.service_command import A, Command
-from asyncrl.core.service_status import ServiceStatus, Statuses
+from asyncrl.core.service_status import LEARNER, ServiceStatus, Statuses
 from asyncrl.core.states import ServiceState
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 WAITING = ServiceState.WAITING
 """The state of a service that no node has room for."""
 TRY_EVERY_S = 2.0
+TROUBLED = (ServiceState.DEAD, ServiceState.FAILED, ServiceState.SILENT)
 
 
 class ClusterLauncher:
@@ -49,13 +52,16 @@ class ClusterLauncher:
         self._nodes = nodes
         self._clean = clean
         self._waiting: dict[str, tuple[ServiceSpec, str]] = {}
+        self._addresses: dict[str, str] = {}
         self._tried_at = 0.0
 
     def start(self, spec: ServiceSpec) -> None:
         """Begin to start a service where there is room, or have it wait."""
         was_waiting = self._waiting.pop(spec.name, None) is not None
         try:
-            node = self._placement.choose(self._nodes(), spec.name, spec.cpus, spec.gpus)
+            nodes = self._nodes()
+            self._addresses |= {node.id: node.address for node in nodes}
+            node = self._placement.choose(nodes, spec.name, spec.cpus, spec.gpus)
         except ConfigError as error:
             if not was_waiting:
                 log.warning("%s waits: %s", spec.name, error)
@@ -72,11 +78,27 @@ class ClusterLauncher:
         for name, status in found.items():
             if status.node:
                 self._placement.recall(name, status.node)
-        return found | {
-            name: ServiceStatus(state=WAITING, error=self._waiting[name][1])
-            for name in names
-            if name in self._waiting
-        }
+        return found | self._lost(found) | {name: self._wait(name) for name in names if name in self._waiting}
+
+    def _wait(self, name: str) -> ServiceStatus:
+        """Return the status of a service that waits; the learner's first rank tells why the run stands."""
+        why = self._waiting[name][1]
+        obstacles = (Obstacle("", Cause.NO_ROOM, why),) if name == LEARNER else ()
+        return ServiceStatus(state=WAITING, error=why, obstacles=obstacles)
+
+    def _lost(self, found: Statuses) -> dict[str, ServiceStatus]:
+        """Return the statuses of services whose node is gone, which made others fail."""
+        placed = {name: self._placement.node_of(name) for name in found if found[name].state in TROUBLED}
+        if set(placed.values()) <= {None, self._placement.home}:
+            return {}
+        living = {node.id for node in self._nodes()}
+        gone = {name: node for name, node in placed.items() if node and node not in living}
+        return {name: ServiceStatus(state=ServiceState.DEAD, error=self._loss(gone[name])) for name in gone}
+
+    def _loss(self, node: str) -> str:
+        which, services = self._addresses.get(node, node), ", ".join(self._placement.placed_on(node))
+        rest = "they are started again where there is room: bring the node back, or add another"
+        return f"the node {which} ({node[:6]}) is gone, and with it {services}; {rest}"
 
     def command(self, name: str, command: Command[A], deadline_s: float) -> A:
         """Pass a command to a service. Raises ServiceFailed, also for one that waits; or DeadlineExceeded."""

@@ -101,7 +101,7 @@ def _run(run_dir: RunDir, live: LiveRun, config: Config, factory: str) -> None:
         config = bootstrap.enter(config, live.earlier, partial(events.add, "exit", "run"))
     host = config.launcher.host
     with (
-        HeldPort() as rendezvous,
+        HeldPort(host or "127.0.0.1") as rendezvous,
         _held_ports(host) as first_port,
         HeldPort(number=config.launcher.api_port) as api,
     ):

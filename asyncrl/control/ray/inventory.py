@@ -23,9 +23,10 @@ ALTERNATIVES = {
     name: tuple(found.values()) for name in engine_names() if (found := engine_facts(name).distributions)
 }
 """An engine -> the packages that it comes as."""
-PACKAGES = ("torch", *ALTERNATIVES, "transformers", "ray", "pyzmq", "msgpack", "numpy", "safetensors")
+OTHERS = ("transformers", "megatron-core", "ray", "pyzmq", "msgpack", "numpy", "safetensors")
+PACKAGES = ("torch", *ALTERNATIVES, *OTHERS)
 """Packages whose versions must agree: data written by one node is read or recomputed by another."""
-SOURCES = ("asyncrl", "rollout_service", "weight_sync")
+SOURCES = ("asyncrl", "learner", "rollout_service", "weight_sync")
 END_BYTES = 1 << 20
 SMALL_BYTES = 1 << 20
 MAX_FILES = 5_000
@@ -33,8 +34,9 @@ MAX_FILES = 5_000
 
 
 def needed_paths(config: Config) -> dict[str, str]:
-    """Return the files that replicas read, by configuration key; every path is absolute."""
+    """Return the files that replicas and learner ranks read, by configuration key; every path is absolute."""
     found = {"model.path": config.model.path}
+    found |= {"critic.path": config.critic.path} if config.critic.path else {}
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval or ())):
         found |= {f"{key}.{number}": source.path for number, source in enumerate(sources)}
     for number, part in enumerate(config.reward.fn):

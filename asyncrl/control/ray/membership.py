@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +35,7 @@ NEEDS_TOKEN = "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH as for its 'ray s
 CHECK_DEADLINE_S = 120.0
 """A node's first task starts a worker, which imports torch's metadata and xxhash: about 3 s when idle."""
 SWEEP_DEADLINE_S = 30.0
+ANSWER_S = 0.5
 CLEAN_DEADLINE_S = 15.0
 
 
@@ -78,7 +80,10 @@ def own_address() -> str:
 
 
 def living_nodes() -> list[Node]:
-    """Return the cluster's nodes that are alive, by address."""
+    """Return the cluster's nodes that are alive, by address.
+
+    Ray takes half a minute to notice that a raylet died; its port refuses connections at once.
+    """
     import ray
 
     found = [
@@ -89,9 +94,18 @@ def living_nodes() -> list[Node]:
             gpus=float(node["Resources"].get("GPU", 0.0)),
         )
         for node in ray.nodes()
-        if node["Alive"]
+        if node["Alive"] and not _refuses(str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
     ]
     return sorted(found, key=lambda node: (node.address, node.id))
+
+
+def _refuses(host: str, port: int) -> bool:
+    """Tell whether nothing listens there; of a host that does not answer Ray decides."""
+    try:
+        socket.create_connection((host, port), timeout=ANSWER_S).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def check_nodes(config: Config) -> None:

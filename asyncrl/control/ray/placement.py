@@ -1,9 +1,10 @@
 """Placement of services on nodes (pure).
 
-Owns the rule: a service of which a run has one runs at home, the node where `asyncrl up` was called. A
-replica, its engine and its receiver, runs on one node with room for it: the node with the fewest replicas,
-home last. A receiver that starts again goes to the node of its engine. Invariant: no node gets more of the
-run than it has room for.
+Owns the rule: a service of which a run has one runs at home, the node where `asyncrl up` was called. The
+learner's ranks have room of their own before any replica: as many as a node holds, at home first, on as few
+nodes as can be. A replica, its engine and its receiver, runs on one node with room for it: the node with the
+fewest replicas, home last. A receiver that starts again goes to the node of its engine. Invariants: no node
+gets more of the run than it has room for; all ranks of the learner have a place, or none has.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from asyncrl.core.config.tree import Config, LearnerSection
 from asyncrl.core.errors import ConfigError
 
 OF_REPLICA = ("rollout", "receiver")
@@ -37,22 +39,56 @@ class Claim:
     gpus: float
 
 
+def pack_ranks(rooms: Mapping[str, int], learner: LearnerSection) -> dict[int, str] | None:
+    """Return the node of each rank of the learner, None if they have no room.
+
+    The ranks of a copy of the model, of a stage, and of a matrix stay together where a node holds them, in
+    this order. Rank 0 goes to the first node: the publisher is there.
+
+    Args:
+        rooms: Number of ranks that each node can take; they are filled in this order.
+
+    >>> pack_ranks({"home": 3, "b": 2}, LearnerSection(tp=2, dp=2))
+    {0: 'home', 1: 'home', 2: 'b', 3: 'b'}
+    """
+    left, found = dict(rooms), dict[int, str]()
+    width = learner.tp * learner.cp
+    of_stage = [range(width * at, width * (at + 1)) for at in range(learner.dp * learner.pp)]
+    units = [[rank for stage in of_stage[at :: learner.dp] for rank in stage] for at in range(learner.dp)]
+    for size in (width * learner.pp, width, learner.tp, 1):
+        parts = [unit[at : at + size] for unit in units for at in range(0, len(unit), size)]
+        units = []
+        for part in parts:
+            nodes = list(left)[:1] if 0 in part else list(left)
+            node = next((node for node in nodes if left[node] >= size), None)
+            if node is None:
+                units.append(part)
+                continue
+            left[node] -= size
+            found |= dict.fromkeys(part, node)
+    return None if units else found
+
+
 class Placement:
     """Node of each service; called anew at each start of a service.
 
-    >>> placement = Placement("a")
+    >>> placement = Placement("a", Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"}))
     >>> nodes = [Node("a", "10.0.0.1", cpus=4), Node("b", "10.0.0.2", cpus=4)]
     >>> placement.choose(nodes, "buffer.0"), placement.choose(nodes, "rollout.0", cpus=1.0)
     ('a', 'b')
 
     Args:
         home: The id of the node of all that a run has once.
-        needs: CPUs and GPUs by kind of service, for those that were found and not placed.
+        config: Of the run.
     """
 
-    def __init__(self, home: str, needs: Mapping[str, tuple[float, float]] | None = None) -> None:
+    def __init__(self, home: str, config: Config) -> None:
         self.home = home
-        self._needs = dict(needs or {})
+        self._learner = config.learner
+        sections = (("learner", config.learner), ("rollout", config.rollout))
+        self._needs = {kind: (section.cpus, section.gpus) for kind, section in sections}
+        self._ranks = [f"learner.{rank}" for rank in range(config.learner.num_ranks)]
+        self._kept: set[str] = set()  # ranks with room that were not started there yet
         self._claims: dict[str, Claim] = {}
         self._claims_on: dict[str, dict[str, Claim]] = {}
 
@@ -60,24 +96,29 @@ class Placement:
         """Return the id of the node for the service `name`, and remember it until `forget`.
 
         Raises:
-            ConfigError: No node has room.
+            ConfigError: No node has room, or the learner's ranks have none, which come first.
         """
-        self.forget(name)
         kind, _, index = name.partition(".")
+        if name in self._ranks:
+            self._keep_room(nodes)
+            self._kept.discard(name)
+            return self._claims[name].node
+        self.forget(name)
         if kind not in OF_REPLICA:
             return self._claim(name, self.home, cpus, gpus)
         mate = self._claims.get(f"{OF_REPLICA[1 - OF_REPLICA.index(kind)]}.{index}")
         if mate is not None and any(node.id == mate.node for node in nodes):
             return self._claim(name, mate.node, cpus, gpus)
-        with_room = [node for node in nodes if self._has_room(node, cpus, gpus)]
+        self._keep_room(nodes)
+        with_room = [node for node in nodes if self._count_fitting(node, cpus, gpus)]
         if not with_room:
             is_too_large = all(cpus > node.cpus or gpus > node.gpus for node in nodes)
             raise ConfigError(
                 f"no node has room for {name}, which takes {cpus:g} CPUs and {gpus:g} GPUs: "
-                f"{'; '.join(self._describe(node) for node in nodes) or 'there are none'}",
+                f"{'; '.join(map(self._describe, nodes)) or 'there are none'}",
                 hint=TOO_LARGE if is_too_large else "Add a node, or ask for fewer replicas",
             )
-        chosen = min(with_room, key=lambda node: (self._count(node), node.id == self.home, node.address))
+        chosen = min(with_room, key=lambda one: (self._count_replicas(one), one.id == self.home, one.address))
         return self._claim(name, chosen.id, cpus, gpus)
 
     def forget(self, name: str) -> None:
@@ -87,7 +128,8 @@ class Placement:
 
     def recall(self, name: str, node: str) -> None:
         """Record that a service, placed by an earlier supervisor, lives on `node`."""
-        if name not in self._claims:
+        if name not in self._claims or name in self._kept:
+            self._kept.discard(name)
             self._claim(name, node, *self._needs.get(name.partition(".")[0], (0.0, 0.0)))
 
     def node_of(self, name: str) -> str | None:
@@ -95,26 +137,51 @@ class Placement:
         claim = self._claims.get(name)
         return None if claim is None else claim.node
 
+    def placed_on(self, node: str) -> list[str]:
+        """Return the services that were started on `node`."""
+        return sorted(self._claims_on.get(node, ()))
+
+    def _keep_room(self, nodes: Sequence[Node]) -> None:
+        """Give each rank of the learner a place, or raise ConfigError; anew for all if one's node is gone."""
+        living = {node.id for node in nodes}
+        if all(self.node_of(name) in living for name in self._ranks):
+            return
+        for name in self._ranks:
+            self.forget(name)
+        rooms = {one.id: self._count_fitting(one, self._learner.cpus, self._learner.gpus) for one in nodes}
+        order = sorted(nodes, key=lambda one: (one.id != self.home, -rooms[one.id], one.address))
+        found = pack_ranks({one.id: rooms[one.id] for one in order}, self._learner)
+        if found is None:
+            raise ConfigError(
+                f"the learner's {len(self._ranks)} ranks, each with {self._learner.cpus:g} CPUs and "
+                f"{self._learner.gpus:g} GPUs and the first at home, have no room: "
+                f"{'; '.join(map(self._describe, nodes))}",
+                hint="Add a node, or take replicas from one by 'asyncrl scale rollout=N'",
+            )
+        for rank, node in found.items():
+            self._claim(self._ranks[rank], node, self._learner.cpus, self._learner.gpus)
+        self._kept = set(self._ranks)
+
     def _claim(self, name: str, node: str, cpus: float, gpus: float) -> str:
+        self.forget(name)
         claim = self._claims[name] = Claim(node, cpus, gpus)
         self._claims_on.setdefault(node, {})[name] = claim
         return node
 
-    def _has_room(self, node: Node, cpus: float, gpus: float) -> bool:
-        free_cpus, free_gpus = self._free(node)
-        return cpus <= free_cpus + _SLACK and gpus <= free_gpus + _SLACK
+    def _count_fitting(self, node: Node, *needs: float) -> int:
+        """Return how many services with these needs `node` has room for; without any, as many as ranks."""
+        pairs = zip(self._free(node), needs, strict=True)
+        counts = (int((free + _SLACK) // need) for free, need in pairs if need)
+        return max(0, min(counts, default=len(self._ranks)))
 
     def _free(self, node: Node) -> tuple[float, float]:
         claims = self._claims_on.get(node.id, {}).values()
         cpus, gpus = sum(claim.cpus for claim in claims), sum(claim.gpus for claim in claims)
         return node.cpus - cpus, node.gpus - gpus
 
-    def _count(self, node: Node) -> int:
+    def _count_replicas(self, node: Node) -> int:
         return sum(name.startswith("rollout.") for name in self._claims_on.get(node.id, ()))
 
     def _describe(self, node: Node) -> str:
-        free_cpus, free_gpus = self._free(node)
-        return (
-            f"{node.address} has {free_cpus:g} of {node.cpus:g} CPUs "
-            f"and {free_gpus:g} of {node.gpus:g} GPUs free"
-        )
+        cpus, gpus = self._free(node)
+        return f"{node.address} has {cpus:g} of {node.cpus:g} CPUs and {gpus:g} of {node.gpus:g} GPUs free"

@@ -11,22 +11,27 @@ from typing import Any
 
 import pytest
 
+from asyncrl.control.diagnosis.obstacles import gather
+from asyncrl.control.fleet.messages import Cause as GoneCause
+from asyncrl.control.fleet.messages import Gone
 from asyncrl.control.ray import cluster_launcher
 from asyncrl.control.ray.bootstrap import namespace_of
 from asyncrl.control.ray.cluster_launcher import WAITING, ClusterLauncher
 from asyncrl.control.ray.host import settle
 from asyncrl.control.ray.placement import Node, Placement
+from asyncrl.control.reconciler.status_events import events_of
 from asyncrl.control.roster import INTERFACE_VARIABLES, ServiceSpec
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError, ServiceFailed
 from asyncrl.core.files.private import make_private
+from asyncrl.core.obstacle import Cause
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.service_command import Drain
 from asyncrl.core.service_status import Statuses
 from tests.statuses import status_of, statuses_of
 
 SECTIONS = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}
-CLUSTER = Config(**SECTIONS, launcher={"ray": "10.0.0.1:6379"})
+CLUSTER = Config(**SECTIONS, learner={"cpus": 0}, launcher={"ray": "10.0.0.1:6379"})
 HOME, OTHER = Node("home", "10.0.0.1", cpus=1.0), Node("b", "10.0.0.2", cpus=1.0)
 
 
@@ -70,6 +75,18 @@ def inner() -> MemoryLauncher:
     return MemoryLauncher()
 
 
+class SpreadLauncher(MemoryLauncher):
+    """Of whose services some are in trouble."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.troubled: dict[str, dict[str, Any]] = {}
+
+    def statuses(self, names: Iterable[str], deadline_s: float) -> Statuses:
+        known = super().statuses(names, deadline_s)
+        return known | statuses_of({name: found for name, found in self.troubled.items() if name in known})
+
+
 class Cleaned(list[tuple[str, str]]):
     """Which services were cleaned up after, and where."""
 
@@ -87,7 +104,7 @@ def launcher(
     inner: MemoryLauncher, nodes: list[Node], cleaned: Cleaned, monkeypatch: pytest.MonkeyPatch
 ) -> ClusterLauncher:
     monkeypatch.setattr(cluster_launcher, "TRY_EVERY_S", 0.0)
-    return ClusterLauncher(inner, Placement("home"), lambda: nodes, cleaned)
+    return ClusterLauncher(inner, Placement("home", CLUSTER), lambda: nodes, cleaned)
 
 
 def test_services_are_started_on_the_nodes_that_were_chosen(
@@ -154,7 +171,7 @@ def test_services_that_an_earlier_supervisor_placed_keep_their_room(
     inner: MemoryLauncher, nodes: list[Node], cleaned: Cleaned, launcher: ClusterLauncher
 ) -> None:
     launcher.start(spec("rollout.0", cpus=1.0))
-    again = ClusterLauncher(inner, Placement("home", {"rollout": (1.0, 0.0)}), lambda: nodes, cleaned)
+    again = ClusterLauncher(inner, Placement("home", CLUSTER), lambda: nodes, cleaned)
     assert again.adopt() == {"rollout.0"}
     again.statuses(["rollout.0"], 1.0)
     again.start(spec("rollout.1", cpus=1.0))
@@ -238,3 +255,67 @@ def test_a_cluster_is_named_by_its_address(ray: str) -> None:
 def test_what_is_no_address_of_a_cluster_is_refused(ray: str) -> None:
     with pytest.raises(ValueError, match=r"local, auto, or the HOST:PORT of a Ray cluster"):
         Config(**SECTIONS, launcher={"ray": ray})
+
+
+SPREAD = Config(**SECTIONS, learner={"dp": 2}, launcher={"ray": "10.0.0.1:6379"})
+
+
+@pytest.fixture
+def spread(nodes: list[Node], cleaned: Cleaned, monkeypatch: pytest.MonkeyPatch) -> ClusterLauncher:
+    """A launcher whose learner has a rank at home and one on the other node, which are full."""
+    monkeypatch.setattr(cluster_launcher, "TRY_EVERY_S", 0.0)
+    found = ClusterLauncher(SpreadLauncher(), Placement("home", SPREAD), lambda: nodes, cleaned)
+    for rank in range(2):
+        found.start(spec(f"learner.{rank}", cpus=1.0))
+    found.start(spec("receiver.0"))
+    return found
+
+
+def inner_of(launcher: ClusterLauncher) -> SpreadLauncher:
+    inner = launcher._launcher
+    assert isinstance(inner, SpreadLauncher)
+    return inner
+
+
+def test_a_node_that_is_gone_is_named_with_all_that_went_with_it_and_what_to_do(
+    spread: ClusterLauncher, nodes: list[Node]
+) -> None:
+    nodes.remove(OTHER)
+    peer = {"state": "FAILED", "error": "RuntimeError: Connection closed by peer [10.0.0.2]"}
+    inner_of(spread).troubled = {"learner.0": peer, "learner.1": {"state": "SILENT"}}
+    found = spread.statuses(["learner.0", "learner.1"], 1.0)
+    assert found["learner.0"].error == peer["error"]
+    assert found["learner.1"].state == "DEAD"
+    assert found["learner.1"].error == (
+        "the node 10.0.0.2 (b) is gone, and with it learner.1, receiver.0; they are started again where "
+        "there is room: bring the node back, or add another"
+    )
+    lost = events_of("id", found, lambda _: set())[0]
+    assert isinstance(lost, Gone) and lost.name == "learner.1" and lost.cause is GoneCause.DEATH
+
+
+def test_a_service_in_trouble_on_a_node_that_lives_is_itself_to_blame(spread: ClusterLauncher) -> None:
+    inner_of(spread).troubled = {"learner.1": {"state": "FAILED", "error": "ValueError: x"}}
+    found = spread.statuses(["learner.0", "learner.1"], 1.0)
+    assert (found["learner.1"].state, found["learner.1"].error) == ("FAILED", "ValueError: x")
+
+
+def test_a_learner_without_room_waits_aloud_as_a_whole_and_starts_when_a_node_joins(
+    spread: ClusterLauncher, nodes: list[Node]
+) -> None:
+    nodes.remove(OTHER)
+    ranks = ["learner.0", "learner.1"]
+    for name in ranks:
+        spread.kill(name)
+    for name in ranks:
+        spread.start(spec(name, cpus=1.0))
+    found = spread.statuses(ranks, 1.0)
+    assert [found[name].state for name in ranks] == [WAITING, WAITING]
+    (obstacle,) = gather(found)
+    assert (obstacle.service, obstacle.cause, obstacle.blocks) == ("learner.0", Cause.NO_ROOM, True)
+    assert "10.0.0.1 has 1 of 1 CPUs" in obstacle.reason and "Add a node" in obstacle.reason
+    assert not set(ranks) & set(inner_of(spread).running)
+    nodes.append(Node("c", "10.0.0.3", cpus=1.0))
+    spread.statuses(ranks, 1.0)
+    assert [inner_of(spread).running[name] for name in ranks] == ["home", "c"]
+    assert gather(spread.statuses(ranks, 1.0)) == []

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from asyncrl.control.ray import head
-from asyncrl.control.ray.bootstrap import needs_of
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.roster import FACTORIES, SERVERS, Roster, ServiceSpec
 from asyncrl.core.config.load import dump_resolved, load_config
@@ -193,7 +192,6 @@ def test_a_share_of_a_gpu_is_reserved_as_it_is_and_its_owner_sees_the_gpu(sectio
     sides = {"learner": {"gpus": 0.4}, "rollout": {"gpus": 0.4}}
     spec = replace(make_roster(), config=Config(**SECTIONS, **sides)).spec(f"{section}.0")
     assert spec.gpus == 0.4 and "CUDA_VISIBLE_DEVICES" not in spec.variables
-    assert needs_of(spec.context.config)[section] == (spec.cpus, 0.4)
 
 
 @pytest.mark.parametrize(("backend", "connections"), [("megatron", "1"), ("fsdp2", None)])

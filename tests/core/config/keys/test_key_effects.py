@@ -22,7 +22,7 @@ from asyncrl.buffer.composition import ledger_settings
 from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.cli.run.start import folder_of
 from asyncrl.control.fleet.autoscaler import autoscaler_of
-from asyncrl.control.ray.bootstrap import namespace_of, needs_of
+from asyncrl.control.ray.bootstrap import namespace_of
 from asyncrl.control.ray.head import _make_keys
 from asyncrl.control.ray.inventory import needed_paths
 from asyncrl.control.reconciler.reconciler import rules_of
@@ -153,7 +153,7 @@ def fleet(config: Config, folder: Path) -> Any:
 
 def place(config: Config, folder: Path) -> Any:
     keys = _make_keys(config, RunDir(folder))
-    return folder_of(config).path, namespace_of(config), needs_of(config), keys is None, needed_paths(config)
+    return folder_of(config).path, namespace_of(config), keys is None, needed_paths(config)
 
 
 def plan(config: Config, folder: Path) -> Any:
