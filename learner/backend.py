@@ -9,14 +9,17 @@ Shapes: N packed positions of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch.distributed import Store
 
 from learner.batching.batch import PackedBatch
 from learner.checkpoint.snapshot import Snapshot
+from weight_sync.backends.rendezvous import join_store
 from weight_sync.memory.parts import Part
 
 LossFn = Callable[[torch.Tensor, torch.Tensor, PackedBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
@@ -32,12 +35,23 @@ ValueLossFn = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, Mapping[
 
 @dataclass(frozen=True)
 class Placement:
-    """Place of this rank. `rendezvous` is "host:port"; one rank alone needs none."""
+    """Place of this rank.
+
+    Attributes:
+        rendezvous: "host:port", where rank 0 listens on that interface alone; one rank needs none.
+        timeout_s: Of each collective.
+        secret: By which the ranks know one another; without it whoever connects is one.
+    """
 
     rank: int = 0
     world_size: int = 1
     rendezvous: str = ""
     timeout_s: float = 600.0
+    secret: str = field(default="", repr=False)
+
+    def join_store(self) -> Store:
+        """Return the store in which all ranks meet."""
+        return join_store(self.rendezvous, self.rank, timedelta(seconds=self.timeout_s), self.secret)
 
 
 class ModelBackend(Protocol):

@@ -50,7 +50,7 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
     )
     if context.rank == 0:
         log.info("algorithm: %s", describe(config.algorithm))
-    placement = Placement(context.rank, context.world_size, context.rendezvous)
+    placement = Placement(context.rank, context.world_size, context.rendezvous, secret=context.secret)
     models = (make_models or open_models)(config, objective, placement)
     client = LearnerClient(
         context.addresses["buffer.0"],

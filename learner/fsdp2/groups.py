@@ -18,7 +18,6 @@ from asyncrl.core.errors import ConfigError
 from learner.backend import Placement
 from learner.numerics.device import BACKENDS, choose_device
 from learner.numerics.transfer import send
-from weight_sync.backends.rendezvous import join_store
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class RankGroup:
     Attributes:
         device: Where this rank computes.
         is_owner: This object started the group, and so ends it.
+        store: In which the ranks met, kept while their group may ask it.
     """
 
     rank: int
@@ -35,6 +35,7 @@ class RankGroup:
     device: torch.device
     mesh: DeviceMesh
     is_owner: bool
+    store: dist.Store | None = None
 
     def all_reduce(
         self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -67,8 +68,8 @@ def join_group(placement: Placement, gpus: float, seed: int) -> RankGroup:
     """
     is_owner = not dist.is_initialized()
     device = choose_device(gpus, placement.rank)
+    store = _start(placement, device) if is_owner else None
     if is_owner:
-        _start(placement, device)
         torch.manual_seed(seed)
     elif (dist.get_rank(), dist.get_world_size()) != (placement.rank, placement.world_size):
         raise ConfigError(
@@ -85,20 +86,22 @@ def join_group(placement: Placement, gpus: float, seed: int) -> RankGroup:
         # From the group itself: a mesh of its own would make groups that have PyTorch's timeout.
         mesh=DeviceMesh.from_group(world, device.type),
         is_owner=is_owner,
+        store=store,
     )
 
 
-def _start(placement: Placement, device: torch.device) -> None:
+def _start(placement: Placement, device: torch.device) -> dist.Store:
     alone = placement.world_size == 1
     if not alone and not placement.rendezvous:
         raise ConfigError(
             f"{placement.world_size} learner ranks need a rendezvous", hint='Give it as "host:port"'
         )
-    timeout = datetime.timedelta(seconds=placement.timeout_s)
+    store = dist.HashStore() if alone else placement.join_store()
     dist.init_process_group(
         BACKENDS[device.type],
-        store=dist.HashStore() if alone else join_store(placement.rendezvous, placement.rank, timeout),
+        store=store,
         rank=placement.rank,
         world_size=placement.world_size,
-        timeout=timeout,
+        timeout=datetime.timedelta(seconds=placement.timeout_s),
     )
+    return store

@@ -21,7 +21,6 @@ from learner.megatron import cpu_adaptor
 from learner.megatron.model.architecture import Parallelism
 from learner.numerics.device import BACKENDS, VISIBLE, choose_device
 from learner.numerics.transfer import send
-from weight_sync.backends.rendezvous import join_store
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class RankGroups:
         dp: Ranks that hold the same part of the model and train different rows.
         device: Where this rank computes.
         is_owner: This object started the groups, and so ends them.
+        store: In which the ranks met, kept while their groups may ask it.
     """
 
     tp: dist.ProcessGroup
@@ -43,6 +43,7 @@ class RankGroups:
     dp: dist.ProcessGroup
     device: torch.device
     is_owner: bool
+    store: dist.Store | None = None
 
     @property
     def is_last_stage(self) -> bool:
@@ -95,8 +96,7 @@ def join_groups(placement: Placement, parallelism: Parallelism, gpus: float, see
             "learner.gpus is 0, and this process sees a GPU, which Megatron-core would compute on",
             hint=f"Hide it: {VISIBLE}= before the command; or set learner.gpus: 1",
         )
-    if is_owner:
-        _start(placement, parallelism, device, seed)
+    store = _start(placement, parallelism, device, seed) if is_owner else None
     groups = RankGroups(
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
@@ -104,6 +104,7 @@ def join_groups(placement: Placement, parallelism: Parallelism, gpus: float, see
         dp=parallel_state.get_data_parallel_group(),
         device=device,
         is_owner=is_owner,
+        store=store,
     )
     found = (
         groups.tp.size(),
@@ -121,7 +122,7 @@ def join_groups(placement: Placement, parallelism: Parallelism, gpus: float, see
     return groups
 
 
-def _start(placement: Placement, parallelism: Parallelism, device: torch.device, seed: int) -> None:
+def _start(placement: Placement, parallelism: Parallelism, device: torch.device, seed: int) -> dist.Store:
     if placement.world_size % parallelism.num_copies:
         raise ConfigError(
             f"{placement.world_size} learner ranks do not divide by learner.tp x pp x cp: "
@@ -132,13 +133,13 @@ def _start(placement: Placement, parallelism: Parallelism, device: torch.device,
             f"{placement.world_size} learner ranks need a rendezvous", hint='Give it as "host:port"'
         )
     alone = placement.world_size == 1
-    timeout = datetime.timedelta(seconds=placement.timeout_s)
+    store = dist.HashStore() if alone else placement.join_store()
     dist.init_process_group(
         BACKENDS[device.type],
-        store=dist.HashStore() if alone else join_store(placement.rendezvous, placement.rank, timeout),
+        store=store,
         rank=placement.rank,
         world_size=placement.world_size,
-        timeout=timeout,
+        timeout=datetime.timedelta(seconds=placement.timeout_s),
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallelism.tp,
@@ -150,6 +151,7 @@ def _start(placement: Placement, parallelism: Parallelism, device: torch.device,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     torch.manual_seed(seed)
+    return store
 
 
 def stop_groups() -> None:

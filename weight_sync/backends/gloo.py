@@ -42,7 +42,7 @@ class GlooTransport:
         left = self._left(until, "form a group")
         try:
             store = connect_store(self._store, group.store_host, group.store_port, left)
-            self._rendezvous = SealedStore(store, self._secret, group.membership)
+            self._rendezvous = SealedStore(store, self._secret, f"membership/{group.membership}")
             self._process_group = _connect(self._rendezvous, group, left)
         except _FAILURES as error:
             raise _explain(

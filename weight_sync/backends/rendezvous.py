@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from torch.distributed import Store, TCPStore
 
 from asyncrl.core.errors import SyncError
+from weight_sync.backends.sealed import SealedStore
 
 
 def open_store(host: str, port: int, timeout: timedelta) -> TCPStore:
@@ -37,17 +38,20 @@ def open_store(host: str, port: int, timeout: timedelta) -> TCPStore:
     )
 
 
-def join_store(rendezvous: str, rank: int, timeout: timedelta) -> TCPStore:
+def join_store(rendezvous: str, rank: int, timeout: timedelta, secret: str = "") -> Store:
     """Return the store at `host:port`, which rank 0 opens; the others may come first.
+
+    Args:
+        secret: Of the ranks: whoever else connects reads nothing in it, and nothing of his is taken.
 
     Raises:
         SyncError: Rank 0 cannot listen there.
     """
     place = urlsplit(f"tcp://{rendezvous}")
     assert place.hostname is not None and place.port is not None, f"'{rendezvous}' is no host:port"
-    if rank == 0:
-        return open_store(place.hostname, place.port, timeout)
-    return TCPStore(place.hostname, place.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    host, port = place.hostname, place.port
+    store = open_store(host, port, timeout) if rank == 0 else connect_store(None, host, port, timeout)
+    return SealedStore(store, secret, "learner") if secret else store
 
 
 def connect_store(store: TCPStore | None, host: str, port: int, timeout: timedelta) -> Store:

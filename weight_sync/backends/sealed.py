@@ -22,15 +22,18 @@ NONCE_BYTES = 12
 
 
 class SealedStore(Store):
-    """The part of `store` that is a membership's; has what process groups call (seen with torch 2.13).
+    """The part of `store` that is a group's; has what process groups call (seen with torch 2.13).
 
     Whoever makes a process group with it keeps it: C++ calls these methods, and holds no reference to them.
+
+    Args:
+        group: Name of the group, of which nothing is seen in the store: `membership/3`, `learner`.
     """
 
-    def __init__(self, store: Store, secret: str, membership: int) -> None:
+    def __init__(self, store: Store, secret: str, group: str) -> None:
         super().__init__()
         self._store: Any = store  # whose type stub lacks half of it
-        self._secret = derive_name(secret, f"membership/{membership}")
+        self._secret = derive_name(secret, group)
         self._cipher = AESGCM(bytes.fromhex(self._secret))
 
     def set(self, key: str, value: str | bytes) -> None:

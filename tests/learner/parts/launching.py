@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.control.machine.ports import held_row
+from asyncrl.core.files.private import make_secret
 from learner.backend import Placement
 from tests import leftovers
 from tests.learner.parts.rank_process import RUNS
@@ -85,7 +86,8 @@ def run_ranks(
     All must end well, or with `wanted_codes`.
     """
     with held_row("127.0.0.1", len(jobs)) as first:  # below the ports that outgoing connections take
-        placed = [job | {"port": first + index} for index, job in enumerate(jobs)]
+        secret = make_secret()
+        placed = [job | {"port": first + index, "secret": secret} for index, job in enumerate(jobs)]
         codes = start_server().run({"world_size": world_size, "jobs": placed, "out": out})
     logs = (out / f"rank.{rank}.log" for rank in range(world_size))
     assert codes == list(wanted_codes or [0] * world_size), "\n".join(log.read_text()[-3000:] for log in logs)

@@ -114,7 +114,8 @@ def run_jobs(rank: int, world_size: int, jobs: list[dict[str, Any]], out: Path) 
     """Do the jobs one after another; write what each gave to `<name>.<rank>.json`."""
     torch.set_num_threads(1)
     for job in jobs:
-        placement = Placement(rank, world_size, f"127.0.0.1:{job['port']}", timeout_s=60.0)
+        place = f"127.0.0.1:{job['port']}"
+        placement = Placement(rank, world_size, place, timeout_s=60.0, secret=job["secret"])
         result = RUNS[job.get("kind", "plain")](placement, job, out)
         (out / f"{job['name']}.{rank}.json").write_text(json.dumps(result))
 

@@ -74,7 +74,9 @@ def test_who_lacks_the_secret_is_in_no_group_and_disturbs_none(store: TCPStore, 
 
 
 def sealed(store: TCPStore, secret: str = SECRET, membership: int = 1) -> SealedStore:
-    return SealedStore(connect_store(store, "127.0.0.1", store.port, TIMEOUT), secret, membership)
+    return SealedStore(
+        connect_store(store, "127.0.0.1", store.port, TIMEOUT), secret, f"membership/{membership}"
+    )
 
 
 @pytest.fixture
