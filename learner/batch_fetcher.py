@@ -1,4 +1,7 @@
-"""Fetcher of reserved tickets' payloads: each rank its own, by id, and only trainable groups."""
+"""Fetcher of reserved tickets' payloads, by id: each share of a batch once, and only trainable groups.
+
+The ranks that train one share together, those of one copy of the model, hand it on among themselves.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from asyncrl.buffer.client import LearnerClient
-from asyncrl.core.experience import Group
+from asyncrl.core import wire
+from asyncrl.core.experience import Group, decode_group, encode_group
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +27,8 @@ class BatchFetcher:
     """One rank's connection to the buffer.
 
     Args:
-        prefetches: While a batch is trained, let as many of the next groups travel ahead. Only a rank
-            that fetches whole batches knows which they will be.
+        prefetches: While a batch is trained, let as many of the next groups travel ahead. Only where a
+            share is the whole batch it is known which they will be.
     """
 
     def __init__(self, client: LearnerClient, prefetches: bool = False) -> None:
@@ -37,6 +41,61 @@ class BatchFetcher:
             return []
         self._client.token = token
         return self._client.fetch(tickets, prefetch=len(tickets) if self._prefetches else 0)
+
+
+class Share(Protocol):
+    """Ranks that train one share of a batch, `learner.ranks`."""
+
+    @property
+    def is_leader(self) -> bool: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def share_bytes(self, data: bytes | None) -> bytes:
+        """Return what the leader hands in."""
+
+
+class SharedFetcher:
+    """A source for all ranks of one share: their leader fetches it, and hands it to the others. Collective.
+
+    Args:
+        source: The leader's; the others ask theirs for nothing.
+    """
+
+    def __init__(self, source: Source, share: Share) -> None:
+        self._source, self._share = source, share
+
+    def fetch(self, token: int, tickets: Sequence[int]) -> list[Group]:
+        """Return the groups of `tickets`, under the leader's fencing token."""
+        if not self._share.is_leader:
+            return unpack_groups(self._share.share_bytes(None))
+        groups = self._source.fetch(token, tickets)
+        if self._share.world_size > 1:
+            self._share.share_bytes(pack_groups(groups))
+        return groups
+
+
+def pack_groups(groups: Sequence[Group]) -> bytes:
+    """Return groups as bytes."""
+    encoded = [encode_group(group) for group in groups]
+    header = wire.pack_header({"sizes": [[len(frame) for frame in frames] for frames in encoded]})
+    parts = [len(header).to_bytes(8, "little"), header, *(frame for frames in encoded for frame in frames)]
+    return b"".join(parts)
+
+
+def unpack_groups(data: bytes) -> list[Group]:
+    """Return the groups in `data`; their arrays are views of it."""
+    view = memoryview(data)
+    at = 8 + int.from_bytes(view[:8], "little")
+    groups = []
+    for sizes in wire.unpack_header(view[8:at], max_bytes=at)["sizes"]:
+        frames = []
+        for size in sizes:
+            frames.append(view[at : at + size])
+            at += size
+        groups.append(decode_group(frames))
+    return groups
 
 
 class FittingGroups:

@@ -16,8 +16,9 @@ from asyncrl.core.service import ServiceContext
 from asyncrl.core.variants import backend_facts, function
 from learner.algorithms.objective import Objective, describe, make_objective
 from learner.backend import LearnerBackend, Models, Placement, ValueBackend
-from learner.batch_fetcher import BatchFetcher
+from learner.batch_fetcher import BatchFetcher, SharedFetcher
 from learner.checkpoint import CheckpointStore
+from learner.checkpoint.node_folders import NodeFolders
 from learner.leader.leader import Leader
 from learner.numerics.device import claim_device
 from learner.ranks import Ranks
@@ -70,6 +71,11 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
         keys=context.client_keys,
     )
     ranks = Ranks(context.rank, context.world_size, device)
+    share = ranks.of_share(models.policy.dp_rank, placement.timeout_s)
+    fetcher = SharedFetcher(BatchFetcher(client, prefetches=models.policy.dp_size == 1), share)
+    folders = NodeFolders(ranks)
+    if config.launcher.is_cluster:
+        folders = NodeFolders.find(ranks, store.root, needs_one="run.record" if config.run.record else "")
     leader = None
     if context.rank == 0:
         leader = Leader(config, client, connect, store, context.world_size, context.runtime)
@@ -79,22 +85,19 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
         ranks,
         models,
         objective,
-        BatchFetcher(client, prefetches=context.world_size == 1),
+        fetcher,
         store,
         context.run_dir / "weights",
         leader,
         runtime=context.runtime,
-        recorder=open_recorder(config, context.run_dir, ranks, models.policy) if config.run.record else None,
+        recorder=open_recorder(config, context.run_dir, share, models.policy) if config.run.record else None,
+        folders=folders,
     )
 
 
-def open_recorder(config: Config, run_dir: Path, ranks: Ranks, policy: LearnerBackend) -> Recorder | None:
-    """Return the recorder of this rank's share; None on a rank that another one has the same share as.
-
-    Collective.
-    """
-    mine = [-ranks.rank if share == policy.dp_rank else -ranks.world_size for share in range(policy.dp_size)]
-    if -ranks.largest(mine)[policy.dp_rank] != ranks.rank:
+def open_recorder(config: Config, run_dir: Path, share: Ranks, policy: LearnerBackend) -> Recorder | None:
+    """Return the recorder of this rank's share; None where another rank of the share leads."""
+    if not share.is_leader:
         return None
     batch_store, stall_s = BatchStore(run_dir / FOLDER), config.checkpoint.max_stall_s
     shares = (policy.dp_rank, policy.dp_size)

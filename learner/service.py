@@ -34,9 +34,10 @@ from asyncrl.core.states import ServiceState
 from learner.algorithms.diagnostics.summary import throughput_metrics
 from learner.algorithms.objective import Objective
 from learner.backend import Models
-from learner.batch_fetcher import BatchFetcher
+from learner.batch_fetcher import Source
 from learner.batching.probe import ProbeRows, measure_probe
 from learner.checkpoint import CheckpointStore
+from learner.checkpoint.node_folders import NodeFolders
 from learner.checkpoint.snapshot import Snapshot
 from learner.checkpoint.writer import BackgroundWriter
 from learner.leader.leader import Leader
@@ -66,12 +67,13 @@ class LearnerService:
         ranks: Ranks,
         models: Models,
         objective: Objective,
-        fetcher: BatchFetcher,
+        fetcher: Source,
         store: CheckpointStore,
         weights_dir: Path,
         leader: Leader | None = None,
         runtime: Runtime | None = None,
         recorder: Recorder | None = None,
+        folders: NodeFolders | None = None,
     ) -> None:
         self._config = config
         self._ranks = ranks
@@ -83,7 +85,8 @@ class LearnerService:
         self._leader = leader
         self._together = TogetherWriter(ranks)
         self._runtime = runtime or ThreadRuntime()
-        self._writer = BackgroundWriter(ranks.rank, runtime=self._runtime)
+        self._folders = folders or NodeFolders(ranks)
+        self._writer = BackgroundWriter(ranks.rank, runtime=self._runtime, folders=self._folders)
         if leader is not None:
             leader.outcome = StepOutcome(controllers=objective.read_controllers())
             leader.checkpoints.keeper.has_marked = self._writer.has_marked
@@ -185,7 +188,8 @@ class LearnerService:
     def _restore(self, order: Restore) -> None:
         with self._watch.time("restore"):
             folder = self._store.folder(order.step) if order.has_checkpoint else None
-            self._trainer.restore(folder, order.controllers)
+            with self._folders.lent(folder):
+                self._trainer.restore(folder, order.controllers)
         if self._recorder is not None:
             self._recorder.restart_at(order.step)
         self._step, self._resumed_step = order.step, order.step

@@ -4,12 +4,15 @@
   unblocked by: the last mark         produces: a sealed folder, then its commit in the journal
 Training waits for a copy to the host, and for the checkpoint before if it is still being written: at
 most `max_stall_s`, after which the new one is skipped and counted. Ranks tell rank 0 by a file that
-they are done, with the digests of what they wrote: a thread must not call a collective. Invariant: one
+they are done, with the digests of what they wrote: a thread must not call a collective of training. Files of
+ranks that do not see rank 0's folder come to it by `node_folders`, after its own are written. Invariant: one
 checkpoint is being written at a time, and the commit is made by the caller's thread.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +25,11 @@ from asyncrl.core.errors import CheckpointError, DeadlineExceeded
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Event, Runtime, Task
 from asyncrl.core.runtime.threads import ThreadRuntime
+from learner.checkpoint.node_folders import NodeFolders
 from learner.checkpoint.snapshot import Snapshot, remove_files
 from learner.checkpoint.store import CheckpointStore, Cut
+
+log = logging.getLogger(__name__)
 
 WRITE_DEADLINE_S = 1800.0
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.32
@@ -49,15 +55,23 @@ class Mark(msgspec.Struct, frozen=True):
 class BackgroundWriter:
     """Writes one rank's snapshots, one checkpoint at a time, each within `deadline_s`.
 
+    Args:
+        folders: Where not all ranks see rank 0's folder.
+
     Attributes:
         problem: Why the last one could not be written, empty if it was or is not done yet.
         has_marked: Set while none is being written.
     """
 
     def __init__(
-        self, rank: int, deadline_s: float = WRITE_DEADLINE_S, runtime: Runtime | None = None
+        self,
+        rank: int,
+        deadline_s: float = WRITE_DEADLINE_S,
+        runtime: Runtime | None = None,
+        folders: NodeFolders | None = None,
     ) -> None:
         self._rank = rank
+        self._folders = folders
         self._deadline_s = deadline_s
         self._runtime = runtime or ThreadRuntime()
         self._thread: Task | None = None
@@ -110,12 +124,37 @@ class BackgroundWriter:
             for name in snapshots:  # half a checkpoint is room that others may wait for
                 remove_files(folder / name, self._rank)
         self.problem = problem
-        self._mark(folder, Mark(problem, digests))
+        try:
+            self._tell(folder, Mark(problem, digests))
+        except RuntimeError as error:  # of torch.distributed: the other side is gone, and so are its files
+            self.problem = f"rank {self._rank}: {error}"
+            log.error("the checkpoint in %s did not get to rank 0: %s", folder, error)
         self.has_marked.set()
 
-    def _mark(self, folder: Path, mark: Mark) -> None:
-        """Tell rank 0 that this rank is done, as soon as the disk takes it; for so long rank 0 waits."""
-        path = folder / f"{MARK}{self._rank:05d}"
+    def _tell(self, folder: Path, mark: Mark) -> None:
+        """Tell rank 0 that this rank is done, and bring it the files that it does not see."""
+        folders = self._folders
+        if folders is not None and folders.is_blind:
+            folders.send(folder, [*mark.digests], msgspec.json.encode(mark))
+            for name in mark.digests:
+                (folder / name).unlink()
+            for emptied in sorted({(folder / name).parent for name in mark.digests}, reverse=True):
+                with contextlib.suppress(OSError):  # others of this node still write there
+                    emptied.rmdir()
+            return
+        self._mark(folder, self._rank, mark)
+        if folders is None or self._rank:
+            return
+        for rank in folders.blind:
+            note, refused = folders.receive(folder, rank)
+            told = msgspec.json.decode(note, type=Mark)
+            self._mark(
+                folder, rank, told if refused is None else Mark(f"the files of rank {rank}: {refused}")
+            )
+
+    def _mark(self, folder: Path, rank: int, mark: Mark) -> None:
+        """Leave a rank's mark as soon as the disk takes it; for so long rank 0 waits."""
+        path = folder / f"{MARK}{rank:05d}"
         draft = path.with_name(f".{path.name}")
         end = self._runtime.now() + self._deadline_s
         while self._runtime.now() < end:

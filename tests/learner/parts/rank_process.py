@@ -26,6 +26,8 @@ from learner.megatron.optimizer import updates
 from tests.learner.backends.fsdp2.fsdp2_ways import run_fsdp2
 from tests.learner.checkpoint.resharding import run_resharded
 from tests.learner.guard.guarding import run_guard, run_plain_step, run_stuck
+from tests.learner.parts.fetching import run_fetched
+from tests.learner.parts.gathered import run_gathered
 from tests.learner.parts.publishing import run_publish
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_backend, train, train_values
@@ -107,6 +109,8 @@ RUNS = {
     "stuck": run_stuck,
     "streamed": run_streamed,
     "publish": run_publish,
+    "fetched": run_fetched,
+    "gathered": run_gathered,
 }
 
 

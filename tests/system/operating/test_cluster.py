@@ -114,7 +114,7 @@ def test_a_node_with_other_code_is_named_before_anything_starts(
     cluster: Any, up: Callable[..., UpRun], tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
-    for package in ("asyncrl", "rollout_service", "weight_sync"):
+    for package in ("asyncrl", "learner", "rollout_service", "weight_sync"):
         shutil.copytree(ROOT / package, other / package)
     with (other / "asyncrl" / "core" / "wire.py").open("a") as file:
         file.write("# another version\n")

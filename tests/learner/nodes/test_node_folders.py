@@ -1,0 +1,54 @@
+"""Checkpoints of ranks on nodes that share a folder, or do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.learner.parts.launching import run_ranks
+from tests.learner.parts.samples import save_model
+
+pytestmark = pytest.mark.long
+
+NODES = {
+    "shared": ["home"] * 4,
+    "by_node": ["home", "home", "b", "b"],
+    "mixed": ["home", "b", "c", "b"],
+}
+
+
+def job_of(model: Path, name: str, **more: Any) -> dict[str, Any]:
+    layout = {"tp": 2, "dp": 2, "max_tokens_per_microbatch": 64}
+    return {"name": name, "kind": "gathered", "model": model, "changes": layout, "nodes": NODES[name], **more}
+
+
+def results_of(out: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads((out / f"{name}.{rank}.json").read_text()) for rank in range(4)]
+
+
+def test_rank_0_has_the_checkpoint_of_all_ranks_and_all_go_on_from_it(
+    tmp_path: Path,
+) -> None:
+    """Files are the same, byte for byte, whether ranks write them there or send them."""
+    model = save_model(tmp_path / "model", "qwen3")
+    run_ranks(4, [job_of(model, name) for name in NODES], tmp_path)
+    wanted = results_of(tmp_path, "shared")[0]["files"]
+    assert len(wanted) == 16 and sum(name.startswith("critic/") for name in wanted) == 8
+    for name, nodes in NODES.items():
+        found = results_of(tmp_path, name)
+        assert found[0]["files"] == wanted, name
+        for rank, one in enumerate(found):
+            assert one["is_equal"] and not one["problem"], (name, rank)
+            assert one["blind"] == [blind for blind, node in enumerate(nodes) if node != "home"]
+            assert one["left"] == (["step-00000001"] if nodes[rank] == "home" else []), (name, rank)
+
+
+def test_files_that_rank_0s_disk_refuses_are_named_and_the_ranks_go_on(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "qwen3")
+    run_ranks(4, [job_of(model, "by_node", refused="rank-00002.safetensors")], tmp_path)
+    found = results_of(tmp_path, "by_node")
+    assert "the files of rank 2: [Errno 21]" in found[0]["error"], found[0]
+    assert [one["problem"] for one in found] == [""] * 4
