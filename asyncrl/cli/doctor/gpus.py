@@ -89,7 +89,7 @@ def check_presets(machine: Machine | None = None) -> Iterator[Finding]:
     for name, path in shipped().items():
         config = load_config(path)
         if config.rollout.gpus:
-            elsewhere = "; replicas on other nodes" if config.launcher.is_cluster else ""
+            elsewhere = "; the others on other nodes" if config.launcher.is_cluster else ""
             yield Finding(f"preset {name}", "ok", f"{find_fit(config, there).tell()}{elsewhere}")
 
 

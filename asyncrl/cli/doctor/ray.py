@@ -24,7 +24,7 @@ from asyncrl.cli.doctor.packages import (
 )
 from asyncrl.control.machine.ports import PORTS, HeldPort
 from asyncrl.control.machine.processes import SHM
-from asyncrl.control.ray.host import address_towards
+from asyncrl.control.ray.host import address_towards, interface_of
 from asyncrl.control.ray.launcher import OBJECT_STORE_BYTES, base_folder, temporary_folder
 from asyncrl.control.roster import RUN_VARIABLE, SERVERS
 from asyncrl.core.errors import AsyncrlError
@@ -171,7 +171,8 @@ def check_cluster(address: str) -> Iterator[Finding]:
         )
         yield Finding(what, "fail", f"nothing answers there: {error}", advice)
         return
-    yield Finding(what, "ok", f"answers; it sees this machine as {own}")
+    told = f"answers; it sees this machine as {own} ({interface_of(own) or 'no interface'})"
+    yield Finding(what, "ok", f"{told}, where torch.distributed talks")
     yield from _check_nodes(address)
 
 

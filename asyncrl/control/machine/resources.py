@@ -18,13 +18,18 @@ SLACK = 1e-6
 
 
 def count_cpus(config: Config, replicas: int) -> float:
-    """Return the CPUs that a run with so many rollout replicas asks Ray for."""
-    return config.learner.cpus * config.learner.num_ranks + config.rollout.cpus * replicas
+    """Return the CPUs that a run with so many rollout replicas asks Ray for on this machine, at least."""
+    return config.learner.cpus * count_ranks(config) + config.rollout.cpus * replicas
+
+
+def count_ranks(config: Config) -> int:
+    """Return the learner ranks that must be on this machine: on a cluster the first."""
+    return 1 if config.launcher.is_cluster else config.learner.num_ranks
 
 
 def count_gpus_wanted(config: Config, replicas: int) -> int:
-    """Return the GPUs that a run with so many rollout replicas needs; shares of one are put together."""
-    asked = [config.learner.gpus] * config.learner.num_ranks + [config.rollout.gpus] * replicas
+    """Return the GPUs of this machine that so many rollout replicas and the learner need, shares joined."""
+    asked = [config.learner.gpus] * count_ranks(config) + [config.rollout.gpus] * replicas
     free = list[float]()  # of each GPU that is shared
     for share in sorted((one for one in asked if 0 < one < 1), reverse=True):
         at = next((index for index, rest in enumerate(free) if share <= rest + SLACK), len(free))

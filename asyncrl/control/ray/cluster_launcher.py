@@ -1,8 +1,7 @@
 """Launcher for a cluster: a `Launcher` that places each service on a node.
 
-Owns which service waits for a place, and which was lost with its node. Invariant: a replica that no node has
-room for waits, and the run goes on; it is started as soon as a node has room, be it a new one. The learner's
-ranks wait all together, and are the run's obstacle.
+Owns who waits for a place, and who was lost with a node. Invariant: a replica that no node has room for waits
+and the run goes on; the learner's ranks wait together and say so; all start as soon as a node has room.
 """
 
 from __future__ import annotations

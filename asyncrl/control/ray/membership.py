@@ -80,10 +80,7 @@ def own_address() -> str:
 
 
 def living_nodes() -> list[Node]:
-    """Return the cluster's nodes that are alive, by address.
-
-    Ray takes half a minute to notice that a raylet died; its port refuses connections at once.
-    """
+    """Return the cluster's nodes that are alive, by address."""
     import ray
 
     found = [
@@ -100,7 +97,7 @@ def living_nodes() -> list[Node]:
 
 
 def _refuses(host: str, port: int) -> bool:
-    """Tell whether nothing listens there; of a host that does not answer Ray decides."""
+    """Tell whether nothing listens there: Ray takes long to notice. Of a host that is silent it decides."""
     try:
         socket.create_connection((host, port), timeout=ANSWER_S).close()
     except OSError as error:

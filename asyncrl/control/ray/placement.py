@@ -1,10 +1,9 @@
 """Placement of services on nodes (pure).
 
-Owns the rule: a service of which a run has one runs at home, the node where `asyncrl up` was called. The
-learner's ranks have room of their own before any replica: as many as a node holds, at home first, on as few
-nodes as can be. A replica, its engine and its receiver, runs on one node with room for it: the node with the
-fewest replicas, home last. A receiver that starts again goes to the node of its engine. Invariants: no node
-gets more of the run than it has room for; all ranks of the learner have a place, or none has.
+Owns the rule: a service of which a run has one runs at home, the node where `asyncrl up` was called. Learner
+ranks have room before any replica: as many as a node holds, home first. A replica, its engine and receiver,
+runs on one node with room for it: the node with the fewest replicas, home last. A receiver that starts again
+goes to the node of its engine. Invariants: no node gets more than it has room for; ranks are placed together.
 """
 
 from __future__ import annotations

@@ -84,9 +84,10 @@ def count_all(config: Config, replicas: int, receivers: int) -> list[Part]:
     group_bytes = max_group_bytes(config)
     buffer = derived.count_in_flight(config, group_bytes, replicas).groups * group_bytes
     num_weights = None if shared is None else shared.num_weights
-    parts = memory.count_parts(config, num_weights, replicas, critic, buffer)
+    ranks = machine.count_ranks_here(config)
+    parts = memory.count_parts(config, num_weights, replicas, critic, buffer, ranks)
     if size is not None:
-        parts.append(sizes.estimate_activations(config, size))
+        parts.append(sizes.estimate_activations(config, size, ranks))
     if shared is not None:
         parts.append(Part(SHM, VERSIONS, shared.num_bytes, shared.rule))
     return parts
@@ -95,14 +96,18 @@ def count_all(config: Config, replicas: int, receivers: int) -> list[Part]:
 def count_nodes(config: Config) -> list[Part]:
     """Return the most that a run takes, node by node.
 
-    On a cluster: what this machine takes without a replica, then what each replica takes of the node that it
-    is started on, which may be this one once the others are full.
+    On a cluster: what this machine takes without a replica, then what each learner rank that it has no room
+    for takes of another, then what each replica takes of the node that it is started on: this one at last.
     """
     if not config.launcher.is_cluster:
         return count_all(config, machine.count_replicas(config), machine.count_receivers_here(config))
     at_receiver = shared_memory.count_at_receiver(config)
     num_weights = None if at_receiver is None else at_receiver.num_weights
-    parts = count_all(config, 0, 0) + memory.count_replica_elsewhere(config, num_weights)
+    parts = count_all(config, 0, 0)
+    if machine.count_ranks_here(config) < config.learner.num_ranks:
+        critic = shared_memory.count_weights(config.critic.path or config.model.path, NOT_IN_A_CRITIC)
+        parts += memory.count_rank_elsewhere(config, num_weights, critic)
+    parts += memory.count_replica_elsewhere(config, num_weights)
     if at_receiver is not None:
         where = memory.PER_REPLICA[SHM]
         parts.append(Part(where, VERSIONS, at_receiver.num_bytes, at_receiver.rule))

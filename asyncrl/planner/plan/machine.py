@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import psutil
 
 from asyncrl.control.machine.process_limit import find_limit
+from asyncrl.control.machine.resources import count_gpus
 from asyncrl.core.config.tree import Config
 
 MIN_FILES, MIN_THREADS = 256, 512
@@ -28,6 +29,19 @@ def count_replicas(config: Config) -> int:
 def count_replicas_here(config: Config) -> int:
     """Return those of them that are on this machine for certain: on a cluster it gets replicas last."""
     return 0 if config.launcher.is_cluster else count_replicas(config)
+
+
+def count_ranks_here(config: Config) -> int:
+    """Return the learner ranks that this machine holds, all if it can hold none: then it is not the one meant.
+
+    On a cluster the others go to other nodes.
+    """
+    learner = config.learner
+    if not config.launcher.is_cluster:
+        return learner.num_ranks
+    there = ((os.cpu_count() or 1, learner.cpus), (count_gpus(), learner.gpus))
+    room = min((int(has // needs) for has, needs in there if needs), default=learner.num_ranks)
+    return min(room, learner.num_ranks) or learner.num_ranks
 
 
 def count_receivers_here(config: Config) -> int:

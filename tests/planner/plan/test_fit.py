@@ -45,7 +45,7 @@ def verdicts(machine: Machine) -> dict[str, str]:
                 "eight_gpus": "does not fit: it takes 8 GPUs of this machine, which has 2",
             },
         ),
-        (EIGHT, {"one_gpu": "fits", "eight_gpus": "fits", "two_nodes": "fits; replicas on other nodes"}),
+        (EIGHT, {"one_gpu": "fits", "eight_gpus": "fits", "two_nodes": "fits; the others on other nodes"}),
         (SMALL, {"one_gpu": "with --set learner.recompute=full --set learner.offload=true"}),
     ],
 )

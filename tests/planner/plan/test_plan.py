@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.planner import plan
-from asyncrl.planner.plan import checks, derived, prepare
+from asyncrl.planner.plan import checks, derived, machine, prepare
 from asyncrl.planner.plan.footprint import shared_memory
 from rollout_service.engine.protocol import engine_variant
 from tests.planner.plan.model_folder import write_model_folder
@@ -165,6 +165,27 @@ def test_on_a_cluster_this_machine_is_counted_without_replicas_and_a_replica_by_
     assert cluster[host] > 10**9 and cluster[shm] == num_at_receiver * 2 * 1000
     assert here["host"] == cluster["host"] + 4 * cluster[host]
     assert here["/dev/shm"] == cluster["/dev/shm"] + 4 * cluster[shm]
+
+
+def test_on_a_cluster_this_machine_is_counted_with_the_ranks_that_it_holds(
+    good: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"a": np.zeros(1000, np.float16)}, Path(good["model"]["path"]) / "model.safetensors")
+    good["learner"] = good.get("learner", {}) | {"dp": 5, "cpus": 1.5}
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
+    with pytest.raises(ConfigError, match=r"ask for 7\.5 CPUs, this machine has 4"):
+        plan.check(Config(**good | {"rollout": good["rollout"] | {"cpus": 0}}))
+    good["rollout"] |= {"cpus": 0}
+    found = plan.check(Config(**good, launcher={"ray": "auto"}))
+    learners = [(one.count, one.cpus, one.where) for one in found.placement if one.kind == "learner"]
+    assert learners == [(2, 3.0, "this machine"), (3, 4.5, "other nodes of the Ray cluster")]
+    sums = {(part.where, part.what): part.num_bytes for part in found.memory}
+    elsewhere = "host, for each learner rank elsewhere"
+    processes, copy = "learner processes", "copy of the policy for a checkpoint"
+    assert sums["host", processes] == 2 * sums[elsewhere, processes] > 0
+    assert sums["host", copy] == 2 * sums[elsewhere, copy] == 2 * 12 * 1000 // 5
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 1)
+    assert machine.count_ranks_here(Config(**good, launcher={"ray": "auto"})) == 5, "it is not this machine"
 
 
 def test_the_gpus_of_a_replica_elsewhere_are_counted_too(good: dict[str, Any]) -> None:

@@ -68,6 +68,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     *SIZE_CHECKS,
 )
 THIS_MACHINE, ANY_NODE = "this machine", "any node of the Ray cluster"
+OTHER_NODES = "other nodes of the Ray cluster"
 PROCESSES_OF_A_REPLICA = 3
 """The front end, its engine core, and its receiver."""
 
@@ -183,8 +184,10 @@ def _place(config: Config, replicas: int) -> Iterator[Placement]:
     elsewhere = ANY_NODE if config.launcher.is_cluster else THIS_MACHINE
     for kind in ("supervisor", "buffer", "weight_sync", "publisher"):
         yield Placement(kind, 1, 1, 0.0, 0, THIS_MACHINE)
-    ranks, learner, rollout = config.learner.num_ranks, config.learner, config.rollout
-    yield Placement("learner", ranks, ranks, learner.cpus * ranks, learner.gpus * ranks, THIS_MACHINE)
+    here, learner, rollout = machine.count_ranks_here(config), config.learner, config.rollout
+    for ranks, where in ((here, THIS_MACHINE), (learner.num_ranks - here, OTHER_NODES)):
+        if ranks:
+            yield Placement("learner", ranks, ranks, learner.cpus * ranks, learner.gpus * ranks, where)
     num_processes = PROCESSES_OF_A_REPLICA * replicas
     cpus, gpus = rollout.cpus * replicas, rollout.gpus * replicas
     yield Placement("rollout", replicas, num_processes, cpus, gpus, elsewhere)

@@ -18,6 +18,7 @@ from asyncrl.core.variants import backend_facts
 HOST, SHM = "host", "/dev/shm"
 PER_REPLICA = {HOST: "host, for each replica", SHM: "/dev/shm, for each replica"}
 """On a cluster, where replicas are on other nodes: how many of them a node gets is known as they start."""
+PER_RANK = {HOST: "host, for each learner rank elsewhere"}
 BUFFER, FRONT_ENDS, ENGINE_CORES, VERSIONS = (
     "buffer",
     "replicas' front ends",
@@ -42,7 +43,7 @@ class Part:
     """One user of memory.
 
     Attributes:
-        where: `HOST`, `SHM`, one of `PER_REPLICA`, `LEARNER_GPU` or `ROLLOUT_GPU`.
+        where: `HOST`, `SHM`, one of `PER_REPLICA` or `PER_RANK`, `LEARNER_GPU` or `ROLLOUT_GPU`.
         what: Name of the user.
         num_bytes: At most, of all its processes together; of one device where `where` is a GPU.
         rule: Rule of the count.
@@ -73,6 +74,7 @@ def count_parts(
     replicas: int,
     critic_weights: int | None = None,
     buffer_bytes: int | None = None,
+    ranks: int | None = None,
 ) -> list[Part]:
     """Return the parts on the host and on GPUs; those of an unknown model size are without its weights.
 
@@ -81,13 +83,14 @@ def count_parts(
         replicas: That are on this machine.
         critic_weights: Of the critic; without it those of the policy, if the critic starts as the policy.
         buffer_bytes: Of all groups that may be in flight, if that is known.
+        ranks: Of the learner, that are on this machine; None: all.
     """
     if critic_weights is None and config.critic.path is None:
         critic_weights = num_weights
     return [
         Part(HOST, "Ray's own processes", RAY_BYTES, "observed"),
         _buffer_part(config.buffer.memory_bytes, buffer_bytes),
-        *_learner_parts(config, num_weights, critic_weights),
+        *_learner_parts(config, num_weights, critic_weights, ranks or config.learner.num_ranks),
         *_rollout_parts(config, num_weights, replicas),
     ]
 
@@ -98,14 +101,22 @@ def count_replica_elsewhere(config: Config, num_weights: int | None) -> list[Par
     return [replace(part, where=PER_REPLICA.get(part.where, part.where)) for part in parts]
 
 
+def count_rank_elsewhere(config: Config, num_weights: int | None, critic_weights: int | None) -> list[Part]:
+    """Return the host's parts of one learner rank on whichever node it is."""
+    parts = _learner_parts(config, num_weights, critic_weights, 1)
+    return [replace(part, where=PER_RANK[HOST]) for part in parts if part.where == HOST]
+
+
 def _buffer_part(ceiling: int, needed: int | None) -> Part:
     if needed is not None and needed < ceiling:
         return Part(HOST, BUFFER, needed, "the largest groups, as many as may be in flight")
     return Part(HOST, BUFFER, ceiling, "buffer.memory_bytes, for groups that are stored")
 
 
-def _learner_parts(config: Config, num_weights: int | None, critic_weights: int | None) -> Iterator[Part]:
-    learner, ranks = config.learner, config.learner.num_ranks
+def _learner_parts(
+    config: Config, num_weights: int | None, critic_weights: int | None, ranks: int
+) -> Iterator[Part]:
+    learner = config.learner
     yield Part(
         HOST, "learner processes", LEARNER_BYTES * ranks, f"{LEARNER_BYTES / GB:.2g} GB x {ranks} ranks"
     )
@@ -121,7 +132,9 @@ def _learner_parts(config: Config, num_weights: int | None, critic_weights: int 
         yield Part(LEARNER_GPU if is_on_gpu else HOST, model.what, num_bytes, rule)
     for name, size in _trained(config, num_weights, critic_weights).items():
         rule = f"weight and moments {SNAPSHOT_BYTES} bytes x {size / 1e9:.3g} G weights"
-        yield Part(HOST, f"copy of the {name} for a checkpoint", SNAPSHOT_BYTES * size, rule)
+        num_bytes = SNAPSHOT_BYTES * size * ranks // learner.num_ranks
+        rule += f" x {ranks} of {learner.num_ranks} ranks" if ranks < learner.num_ranks else ""
+        yield Part(HOST, f"copy of the {name} for a checkpoint", num_bytes, rule)
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,12 @@ def find_long_rows(config: Config, size: ModelSize, max_positions: int | None) -
         )
 
 
-def estimate_activations(config: Config, size: ModelSize) -> Part:
-    """Return what a microbatch of the most tokens keeps for its backward pass, on one rank."""
+def estimate_activations(config: Config, size: ModelSize, ranks: int | None = None) -> Part:
+    """Return what a microbatch of the most tokens keeps for its backward pass, on one GPU or on the host.
+
+    Args:
+        ranks: That are on this machine; None: all.
+    """
     learner = config.learner
     item = ITEM_BYTES[config.model.dtype]
     heads = (size.num_heads + size.num_key_value_heads) * size.head_size
@@ -132,7 +136,7 @@ def estimate_activations(config: Config, size: ModelSize) -> Part:
     rule = f"estimated: {tokens} tokens x {kept} x {item} bytes" + (
         f" / (tp x cp {cuts})" if cuts > 1 else ""
     )
-    ranks = 1 if learner.gpus else learner.num_ranks
+    ranks = 1 if learner.gpus else ranks or learner.num_ranks
     num_bytes = tokens * numbers * item * ranks // cuts
     return Part(LEARNER_GPU if learner.gpus else HOST, ACTIVATIONS, num_bytes, rule)
 

@@ -1,0 +1,176 @@
+"""A learner over two Ray nodes with a replica on a third, and the death of one of them in mid-step.
+
+Three Ray nodes on this machine. The learner's second node has a `/dev/shm` and a run folder of its own, in a
+mount namespace, where this user may make one; the network between them and the disk below are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.system.parts.up_run import UpRun, asyncrl_command, leftovers
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+
+MEMORY_BYTES = 80 << 20
+OWN_MOUNTS = 'mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs "$1" && shift && exec "$@"'
+CAN_MOUNT = subprocess.run(["unshare", "-m", "true"], check=False).returncode == 0
+SECOND = "127.0.0.2"
+STEP_S = 400.0
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """Home with room for one rank, and a node with room for one replica."""
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 1, "object_store_memory": MEMORY_BYTES, "include_dashboard": False}
+    found = Cluster(initialize_head=True, head_node_args=head)
+    # Replicas take no CPU of a rank: what is left of a lost node is too little for one.
+    found.add_node(num_cpus=0.75, object_store_memory=MEMORY_BYTES, node_ip_address="127.0.0.3")
+    yield found
+    found.shutdown()
+
+
+class SecondNode:
+    """The Ray node that holds the learner's second rank."""
+
+    def __init__(self, address: str, hidden: Path) -> None:
+        start = ("start", f"--address={address}", f"--node-ip-address={SECOND}", "--num-cpus=1", "--block")
+        command = [sys.executable, "-m", "ray.scripts.scripts", *start]
+        command += [f"--object-store-memory={MEMORY_BYTES}"]
+        if CAN_MOUNT:
+            command = ["unshare", "-m", "sh", "-c", OWN_MOUNTS, "sh", str(hidden), *command]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def kill_raylet(self) -> None:
+        """End its raylet at once, as a machine that loses power does."""
+        started = psutil.Process(self._process.pid).children(recursive=True)
+        (raylet,) = (one for one in started if one.name() == "raylet")
+        os.kill(raylet.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """End what is left of it."""
+        left = [self._process.pid]
+        if self._process.poll() is None:
+            left += [one.pid for one in psutil.Process(self._process.pid).children(recursive=True)]
+        for pid in left:
+            with_pid = psutil.Process(pid) if psutil.pid_exists(pid) else None
+            if with_pid is not None:
+                with_pid.kill()
+        self._process.wait(30.0)
+
+
+@pytest.fixture
+def second_node(cluster: Any, runs_dir: Path) -> Iterator[Callable[[str], SecondNode]]:
+    """Return a function that starts the node for a run of that name."""
+    started: list[SecondNode] = []
+
+    def start(name: str) -> SecondNode:
+        (runs_dir / name).mkdir(exist_ok=True)
+        started.append(SecondNode(cluster.address, runs_dir / name))
+        end = time.monotonic() + 120.0
+        while len([one for one in ray_nodes(cluster.address) if one["Alive"]]) < 3:
+            assert time.monotonic() < end, "the second node has not joined"
+            time.sleep(1.0)
+        return started[-1]
+
+    yield start
+    for node in started:
+        node.end()
+
+
+def ray_nodes(address: str) -> list[dict[str, Any]]:
+    """Return the nodes that Ray knows."""
+    from ray._private.state import GlobalState
+    from ray._raylet import GcsClientOptions
+
+    state = GlobalState()
+    state._initialize_global_state(GcsClientOptions.create(address, None, True, False))
+    try:
+        return list(state.node_table())
+    finally:
+        state.disconnect()
+
+
+def addresses_of(cluster: Any, status: dict[str, Any]) -> dict[str, str]:
+    """Return the address of the node that each service's process says it is on."""
+    address_of = {one["NodeID"]: one["NodeManagerAddress"] for one in ray_nodes(cluster.address)}
+    return {
+        name: address_of[psutil.Process(found["pid"]).environ()["ASYNCRL_NODE"]]
+        for name, found in status["services"].items()
+        if found.get("pid")
+    }
+
+
+def events_of(run: UpRun) -> list[str]:
+    lines = (run.folder / "events.jsonl").read_text().splitlines()
+    return [str(json.loads(line).get("text")) for line in lines]
+
+
+def obstacles_of(status: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(one["service"], one["cause"]) for one in status.get("obstacles", ())]
+
+
+@pytest.mark.parametrize("layout", ["tp", "dp"])
+def test_a_learner_over_two_nodes_outlives_the_death_of_one_in_mid_step(
+    layout: str, cluster: Any, second_node: Callable[[str], SecondNode], up: Callable[..., UpRun]
+) -> None:
+    name = f"nodes_{layout}"
+    node = second_node(name)
+    run = up(
+        name,
+        f"launcher.ray={cluster.address}",
+        f"learner.{layout}=2",
+        "learner.steps=5000",
+        "rollout.replicas=1",
+        "rollout.cpus=0.75",
+        "eval.every_steps=0",
+        "checkpoint.every_steps=2",
+        "weight_sync.probe_every=1",
+    )
+    status = run.wait_for(lambda found: found["step"] >= 5, deadline_s=STEP_S)
+    places = addresses_of(cluster, status)
+    assert places["learner.1"] == SECOND and places["rollout.0"] == places["receiver.0"] == "127.0.0.3"
+    home = {name for name in places if places[name] not in (SECOND, "127.0.0.3")}
+    assert {"buffer.0", "weight_sync.0", "publisher.0", "learner.0"} <= home
+    log = (run.folder / "logs" / "learner.0.log").read_text()
+    if CAN_MOUNT:
+        assert "shards are gathered to rank 0" in log
+        assert "learner ranks [1] do not see rank 0's" in log
+
+    node.kill_raylet()
+    waiting = run.wait_for(lambda found: ("learner.0", "no_room") in obstacles_of(found), deadline_s=120.0)
+    assert waiting["health"] == "degraded"
+    states = {name: waiting["services"][name]["state"] for name in ("learner.0", "learner.1")}
+    assert set(states.values()) == {"WAITING"}
+    named = [text for text in events_of(run) if f"the node {SECOND}" in text]
+    assert named and "with it learner.1" in named[0] and "add another" in named[0], events_of(run)
+    assert any("the learner's 2 ranks" in text and "Add a node" in text for text in events_of(run))
+
+    node.end()
+    second_node(name)
+    reached = waiting["step"]
+    run.wait_for(lambda found: found["step"] > reached + 3, deadline_s=STEP_S)
+    assert "resumed at step" in (run.folder / "logs" / "learner.0.log").read_text()
+    later = run.wait_for(lambda found: not obstacles_of(found), deadline_s=60.0)
+    assert later["ledger"]["residue"] == 0
+    run.interrupt()
+    code, output = run.finish()
+    assert code == 130, output
+    assert run.summary()["ledger_residue"] == 0
+    command = asyncrl_command("verify", run.folder.name, "--dir", str(run.runs_dir))
+    verdict = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert verdict.returncode == 0, verdict.stdout + verdict.stderr
+    assert leftovers(run.folder) == []
