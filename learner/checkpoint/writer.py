@@ -76,7 +76,7 @@ class BackgroundWriter:
         self._runtime = runtime or ThreadRuntime()
         self._thread: Task | None = None
         self._folder = Path()
-        self.problem = ""
+        self.problem = self._broken = ""
         self.has_marked = self._runtime.event()
         self.has_marked.set()
 
@@ -89,8 +89,11 @@ class BackgroundWriter:
 
         Raises:
             DeadlineExceeded: As `join`.
+            CheckpointError: The last one's files did not travel between nodes, and no later ones would.
         """
         self.join()
+        if self._broken:
+            raise CheckpointError(self._broken, hint="The learner starts again: see the log of each rank")
         snapshots = {name: call() for name, call in take.items()}
         self._folder = folder
         self.has_marked.clear()
@@ -126,9 +129,9 @@ class BackgroundWriter:
         self.problem = problem
         try:
             self._tell(folder, Mark(problem, digests))
-        except RuntimeError as error:  # of torch.distributed: the other side is gone, and so are its files
-            self.problem = f"rank {self._rank}: {error}"
-            log.error("the checkpoint in %s did not get to rank 0: %s", folder, error)
+        except (RuntimeError, OSError) as error:  # files that were announced did not come, or go
+            self.problem = self._broken = f"rank {self._rank}: files of checkpoints do not travel: {error}"
+            log.error("%s", self.problem)
         self.has_marked.set()
 
     def _tell(self, folder: Path, mark: Mark) -> None:

@@ -17,7 +17,7 @@ from asyncrl.control.roster import ServiceSpec
 from asyncrl.core.errors import ConfigError, ServiceFailed
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.service_command import A, Command
-from asyncrl.core.service_status import LEARNER, ServiceStatus, Statuses
+from asyncrl.core.service_status import ServiceStatus, Statuses
 from asyncrl.core.states import ServiceState
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 WAITING = ServiceState.WAITING
 """The state of a service that no node has room for."""
 TRY_EVERY_S = 2.0
+RANK = "learner."
 TROUBLED = (ServiceState.DEAD, ServiceState.FAILED, ServiceState.SILENT)
 
 
@@ -35,8 +36,7 @@ class ClusterLauncher:
         launcher: Starts a service on the node that its spec names.
         placement: Node of each service.
         nodes: Returns the nodes that are alive.
-        clean: Ends what a killed service has left on a node, its engine's processes and shared memory; told
-            the node's id and the service's name.
+        clean: Ends all that a killed service has left on a node; told the node's id and the service's name.
     """
 
     def __init__(
@@ -56,10 +56,12 @@ class ClusterLauncher:
 
     def start(self, spec: ServiceSpec) -> None:
         """Begin to start a service where there is room, or have it wait."""
+        self._place(spec, self._nodes())
+
+    def _place(self, spec: ServiceSpec, nodes: Sequence[Node]) -> None:
         was_waiting = self._waiting.pop(spec.name, None) is not None
+        self._addresses |= {node.id: node.address for node in nodes}
         try:
-            nodes = self._nodes()
-            self._addresses |= {node.id: node.address for node in nodes}
             node = self._placement.choose(nodes, spec.name, spec.cpus, spec.gpus)
         except ConfigError as error:
             if not was_waiting:
@@ -72,17 +74,16 @@ class ClusterLauncher:
         """Return each service's status; `WAITING` for one that no node has room for."""
         self._place_waiting()
         names = list(names)
-        placed = [name for name in names if name not in self._waiting]
-        found = self._launcher.statuses(placed, deadline_s)
+        found = self._launcher.statuses([name for name in names if name not in self._waiting], deadline_s)
         for name, status in found.items():
             if status.node:
                 self._placement.recall(name, status.node)
         return found | self._lost(found) | {name: self._wait(name) for name in names if name in self._waiting}
 
     def _wait(self, name: str) -> ServiceStatus:
-        """Return the status of a service that waits; the learner's first rank tells why the run stands."""
-        why = self._waiting[name][1]
-        obstacles = (Obstacle("", Cause.NO_ROOM, why),) if name == LEARNER else ()
+        """Return the status of a service that waits; the first rank that does tells why the run stands."""
+        why, first = self._waiting[name][1], next((one for one in self._waiting if one.startswith(RANK)), "")
+        obstacles = (Obstacle("", Cause.NO_ROOM, why),) if name == first else ()
         return ServiceStatus(state=WAITING, error=why, obstacles=obstacles)
 
     def _lost(self, found: Statuses) -> dict[str, ServiceStatus]:
@@ -128,9 +129,10 @@ class ClusterLauncher:
         if not self._waiting or time.monotonic() - self._tried_at < TRY_EVERY_S:
             return
         self._tried_at = time.monotonic()
+        nodes = self._nodes()  # asked once: each is connected to
         for spec, _ in list(self._waiting.values()):
             try:
-                self.start(spec)
+                self._place(spec, nodes)
             except ServiceFailed as error:
                 log.warning("%s waits on: %s", spec.name, error)
                 self._placement.forget(spec.name)

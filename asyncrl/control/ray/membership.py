@@ -7,6 +7,7 @@ Owns no service. Ray is trusted here: its ports belong on a private interface. I
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -98,11 +99,9 @@ def living_nodes() -> list[Node]:
 
 def _refuses(host: str, port: int) -> bool:
     """Tell whether nothing listens there: Ray takes long to notice. Of a host that is silent it decides."""
-    try:
-        socket.create_connection((host, port), timeout=ANSWER_S).close()
-    except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False
+    with socket.socket() as probe:
+        probe.settimeout(ANSWER_S)
+        return probe.connect_ex((host, port)) == errno.ECONNREFUSED
 
 
 def check_nodes(config: Config) -> None:

@@ -50,7 +50,7 @@ def pack_ranks(rooms: Mapping[str, int], learner: LearnerSection) -> dict[int, s
     >>> pack_ranks({"home": 3, "b": 2}, LearnerSection(tp=2, dp=2))
     {0: 'home', 1: 'home', 2: 'b', 3: 'b'}
     """
-    left, found = dict(rooms), dict[int, str]()
+    left, found, home = dict(rooms), dict[int, str](), list(rooms)[:1]
     width = learner.tp * learner.cp
     of_stage = [range(width * at, width * (at + 1)) for at in range(learner.dp * learner.pp)]
     units = [[rank for stage in of_stage[at :: learner.dp] for rank in stage] for at in range(learner.dp)]
@@ -58,9 +58,8 @@ def pack_ranks(rooms: Mapping[str, int], learner: LearnerSection) -> dict[int, s
         parts = [unit[at : at + size] for unit in units for at in range(0, len(unit), size)]
         units = []
         for part in parts:
-            nodes = list(left)[:1] if 0 in part else list(left)
-            node = next((node for node in nodes if left[node] >= size), None)
-            if node is None:
+            fitting = (node for node in (home if 0 in part else left) if left[node] >= size)
+            if (node := next(fitting, None)) is None:
                 units.append(part)
                 continue
             left[node] -= size

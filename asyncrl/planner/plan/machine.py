@@ -32,9 +32,9 @@ def count_replicas_here(config: Config) -> int:
 
 
 def count_ranks_here(config: Config) -> int:
-    """Return the learner ranks that this machine holds, all if it can hold none: then it is not the one meant.
+    """Return the learner ranks that this machine holds: on a cluster the others go to other nodes.
 
-    On a cluster the others go to other nodes.
+    All if it can hold none: then it is not the machine that is meant.
     """
     learner = config.learner
     if not config.launcher.is_cluster:

@@ -319,3 +319,13 @@ def test_a_learner_without_room_waits_aloud_as_a_whole_and_starts_when_a_node_jo
     spread.statuses(ranks, 1.0)
     assert [inner_of(spread).running[name] for name in ranks] == ["home", "c"]
     assert gather(spread.statuses(ranks, 1.0)) == []
+
+
+def test_a_rank_whose_node_is_gone_before_it_starts_waits_as_aloud(
+    spread: ClusterLauncher, nodes: list[Node]
+) -> None:
+    spread.kill("learner.1")
+    nodes.remove(OTHER)
+    spread.start(spec("learner.1", cpus=1.0))
+    (obstacle,) = gather(spread.statuses(["learner.0", "learner.1"], 1.0))
+    assert (obstacle.service, obstacle.cause) == ("learner.1", Cause.NO_ROOM)

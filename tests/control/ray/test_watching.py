@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 
 import pytest
 
-from asyncrl.control.ray import wait_for_nodes
+from asyncrl.control.ray import membership, wait_for_nodes
 from asyncrl.control.ray.bootstrap import LOST_AFTER, is_open, watching
 from asyncrl.control.ray.placement import Node
 from asyncrl.core.errors import DeadlineExceeded
@@ -63,3 +64,16 @@ def test_wrong_arguments_are_told_the_right_ones(
 ) -> None:
     assert wait_for_nodes.main(arguments) == 2
     assert "HOST:PORT NODES" in capsys.readouterr().err
+
+
+def test_a_raylet_that_refuses_connections_is_gone_and_one_that_is_silent_is_not() -> None:
+    """A full backlog answers nothing, as a host does that is cut off: of that one Ray decides."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as callers:
+        port = listener.getsockname()[1]
+        assert not membership._refuses("127.0.0.1", port)
+        for _ in range(3):
+            caller = callers.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(("127.0.0.1", port))
+        assert not membership._refuses("127.0.0.1", port)
+    assert membership._refuses("127.0.0.1", port)

@@ -46,6 +46,15 @@ def test_rank_0_has_the_checkpoint_of_all_ranks_and_all_go_on_from_it(
             assert one["left"] == (["step-00000001"] if nodes[rank] == "home" else []), (name, rank)
 
 
+def test_what_takes_one_folder_is_refused_on_every_rank_where_there_are_several(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "qwen3")
+    run_ranks(4, [job_of(model, name, needs_one="run.record") for name in ("shared", "mixed")], tmp_path)
+    assert all(one["is_equal"] for one in results_of(tmp_path, "shared"))
+    for one in results_of(tmp_path, "mixed"):
+        assert one["error"].startswith("run.record: learner ranks [1, 2, 3] do not see rank 0's")
+        assert "share run.dir" in one["error"] and not one["left"]
+
+
 def test_files_that_rank_0s_disk_refuses_are_named_and_the_ranks_go_on(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "qwen3")
     run_ranks(4, [job_of(model, "by_node", refused="rank-00002.safetensors")], tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.core.errors import CheckpointError
+from asyncrl.core.errors import CheckpointError, ConfigError
 from learner.backend import Placement
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.node_folders import NodeFolders
@@ -21,12 +21,17 @@ STEP = 1
 def run_gathered(placement: Placement, job: dict[str, Any], out: Path) -> dict[str, Any]:
     """Write a checkpoint after one step, train a step, go back, and train it again.
 
-    `nodes` has the folder of each rank. With `refused` rank 0 finds a folder where that file is to be.
+    `nodes` has the folder of each rank, `needs_one` the key of what takes one folder. With `refused` rank 0
+    finds a folder where that file is to be.
     """
     ranks = Ranks(placement.rank, placement.world_size, torch.device("cpu"))
     store = CheckpointStore(out / job["name"] / job["nodes"][placement.rank], keep=1)
     backend = open_backend(Path(job["model"]), placement, **job["changes"])
-    folders = NodeFolders.find(ranks, store.root)
+    try:
+        folders = NodeFolders.find(ranks, store.root, needs_one=job.get("needs_one", ""))
+    except ConfigError as error:
+        backend.close()
+        return {"error": str(error), "left": [path.name for path in store.root.iterdir()]}
     train(backend, range(1))
     writer = BackgroundWriter(placement.rank, folders=folders)
     if ranks.is_leader:

@@ -37,8 +37,7 @@ def cluster() -> Iterator[Any]:
 
     head = {"num_cpus": 1, "object_store_memory": MEMORY_BYTES, "include_dashboard": False}
     found = Cluster(initialize_head=True, head_node_args=head)
-    # Replicas take no CPU of a rank: what is left of a lost node is too little for one.
-    found.add_node(num_cpus=0.75, object_store_memory=MEMORY_BYTES, node_ip_address="127.0.0.3")
+    found.add_node(num_cpus=1, object_store_memory=MEMORY_BYTES, node_ip_address="127.0.0.3")
     yield found
     found.shutdown()
 
@@ -135,7 +134,7 @@ def test_a_learner_over_two_nodes_outlives_the_death_of_one_in_mid_step(
         f"learner.{layout}=2",
         "learner.steps=5000",
         "rollout.replicas=1",
-        "rollout.cpus=0.75",
+        "rollout.cpus=1",
         "eval.every_steps=0",
         "checkpoint.every_steps=2",
         "weight_sync.probe_every=1",
