@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.files.private import make_secret
 from learner.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class NodeFolders:
         Raises:
             ConfigError: There are several, on every rank.
         """
-        token = ranks.share_bytes(secrets.token_hex(8).encode() if ranks.is_leader else None).decode()
+        token = ranks.share_bytes(make_secret().encode() if ranks.is_leader else None).decode()
         marks = [root / f".rank-{rank}-{token}" for rank in range(ranks.world_size)]
         has_written = 1
         try:

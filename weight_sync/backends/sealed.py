@@ -33,8 +33,15 @@ class SealedStore(Store):
     def __init__(self, store: Store, secret: str, group: str) -> None:
         super().__init__()
         self._store: Any = store  # whose type stub lacks half of it
+        self._given = secret, group
+        self._clones: list[SealedStore] = []
         self._secret = derive_name(secret, group)
         self._cipher = AESGCM(bytes.fromhex(self._secret))
+
+    def clone(self) -> SealedStore:
+        """Return a connection of its own to the same part, for another thread; lives as long as this one."""
+        self._clones.append(SealedStore(self._store.clone(), *self._given))
+        return self._clones[-1]
 
     def set(self, key: str, value: str | bytes) -> None:
         """Seal `value` for this key alone."""

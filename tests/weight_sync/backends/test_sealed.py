@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from asyncrl.core.errors import DeadlineExceeded, SyncError
 from asyncrl.core.files.private import make_secret
@@ -92,6 +94,17 @@ def test_a_member_reads_what_another_has_set(store: TCPStore, planted: SealedSto
     other.wait(["0/1"], TIMEOUT)
     assert other.check(["0/1"]) and not other.check(["0/2"]) and other.get("0/1") == b"10.0.0.7:4711"
     assert planted.add("count", 2) + other.add("count", 3) == 7
+
+
+def test_a_thread_with_a_connection_of_its_own_reads_the_same_also_as_c_calls_it(
+    store: TCPStore, planted: SealedStore
+) -> None:
+    """ProcessGroupNCCL may clone the store that it is given, and keeps no reference to what Python made."""
+    assert planted.clone().get("0/1") == b"10.0.0.7:4711"
+    prefixed: Any = PrefixStore("0", planted)
+    other = prefixed.clone()
+    gc.collect()
+    assert other.get("1") == b"10.0.0.7:4711"
 
 
 def test_a_stranger_who_lists_the_store_learns_nothing(stranger: TCPStore, planted: SealedStore) -> None:
