@@ -71,7 +71,7 @@ def test_gpus_decide_where_there_are_some() -> None:
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
 def test_a_replica_of_several_gpus_has_all_of_them_on_one_node(gpus: int) -> None:
     nodes = tuple(Node(f"n{index}", f"10.0.0.{index}", cpus=32, gpus=8) for index in range(4))
-    placement, per_node = Placement("n0"), 8 // gpus
+    placement, per_node = Placement("n0", LIGHT), 8 // gpus
     found = place(placement, 4 * per_node, nodes, cpus=1, gpus=gpus)
     assert all(found.count(node.id) == per_node for node in nodes)
     with pytest.raises(ConfigError, match="Add a node, or ask for fewer replicas"):
