@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
+from hashlib import sha256
+from socket import gethostname
 from urllib.parse import urlsplit
 
 from torch.distributed import TCPStore
@@ -11,9 +12,11 @@ from torch.distributed import TCPStore
 from asyncrl.core.files.private import make_private
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.service import ServiceContext
-from weight_sync.backends.contract import Transport
+from weight_sync.backends.contract import Group, Transport
+from weight_sync.backends.folder import Folder, Shelf
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
 from weight_sync.backends.rendezvous import open_store, own_address
+from weight_sync.backends.store import Store
 from weight_sync.backends.tags import TaggedTransport
 from weight_sync.bounds import bounds_of
 from weight_sync.memory.pool import SegmentPool
@@ -24,6 +27,7 @@ from weight_sync.protocol.slots import NUM_SLOTS
 from weight_sync.publisher import Endpoint, PublisherService
 from weight_sync.receiving.inbound_rounds import OnBucket
 from weight_sync.receiving.receiver import ReceiverService, ignore_bucket
+from weight_sync.transfer_executor import MakeTransport
 
 COORDINATOR = "weight_sync.0"
 STORE_TIMEOUT = timedelta(seconds=30)
@@ -36,16 +40,18 @@ def build_publisher(context: ServiceContext, num_segments: int = NUM_SLOTS) -> P
     store = open_store(host, 0, STORE_TIMEOUT)
     runtime, num_segments = context.runtime, num_segments + uses_delta
     make_private(SHM_DIR / context.shm_prefix)
+    folder = open_folder(context, is_publisher=True)
     return PublisherService(
         address,
         _incarnation(runtime),
         SegmentPool(f"{context.shm_prefix}publisher-", str(runtime.pid), num_segments, uses_delta),
         Endpoint(host, store.port),
-        transports_of(context, store),
+        transports_of(context, store, folder),
         runtime,
         context.bind,
         context.keys,
         bounds_of(context.config),
+        folder.shelf if folder is not None else None,
     )
 
 
@@ -54,24 +60,27 @@ def build_receiver(
 ) -> ReceiverService:
     """Return the receiver `receiver.<n>`, which runs on the host of `rollout.<n>`."""
     runtime = context.runtime
-    timing = Timing.of(context.config.weight_sync.deadline_s)
     make_private(SHM_DIR / context.shm_prefix)
+    address, section = context.addresses[COORDINATOR], context.config.weight_sync
+    timing = Timing.of(section.deadline_s)
+    folder = open_folder(context) if section.all_by_folder or not is_here(address) else None
     return ReceiverService(
-        context.addresses[COORDINATOR],
+        address,
         context.name,
         _incarnation(runtime),
         StagingArea(
             f"{context.shm_prefix}{context.name}-",
             runtime.new_id()[:8],
-            keeps_base=context.config.weight_sync.uses_delta,
+            keeps_base=section.uses_delta,
         ),
-        transports_of(context, None),
+        transports_of(context, None, folder),
         runtime,
         lost_s=timing.silence_s + timing.poll_s if lost_s is None else lost_s,
         on_bucket=on_bucket,
         bind=context.bind,
         keys=context.keys,
         bounds=bounds_of(context.config),
+        by_folder=folder is not None,
     )
 
 
@@ -86,14 +95,40 @@ def reachable_host(address: str) -> str:
     return own_address(peer.hostname)
 
 
-def transports_of(context: ServiceContext, store: TCPStore | None) -> Callable[[], Transport]:
-    """Return the maker of transports, with tags where the run's sockets have keys.
+def is_here(address: str) -> bool:
+    """Tell whether the peer at `address` is on this host."""
+    return reachable_host(address) in (LOOPBACK, urlsplit(address).hostname)
+
+
+def open_folder(context: ServiceContext, *, is_publisher: bool = False) -> Folder | None:
+    """Return the folder through which versions reach this service, None without one.
+
+    Raises:
+        ConfigError: Its URL cannot be opened here.
+    """
+    url, runtime = context.config.weight_sync.folder, context.runtime
+    if url is None:
+        return None
+    store, shelf = Store(runtime, url), None
+    if is_publisher:
+        run_dir = context.run_dir.absolute()
+        mark = sha256(f"{gethostname()}:{run_dir}".encode()).hexdigest()[:16]  # of no other run
+        shelf = Shelf(runtime, store, context.secret, f"asyncrl-{run_dir.name}-{mark}")
+    return Folder(runtime, store, context.secret, shelf)
+
+
+def transports_of(
+    context: ServiceContext, store: TCPStore | None, folder: Folder | None = None
+) -> MakeTransport:
+    """Return the maker of transports: the folder's, or gloo's, with tags where the run's sockets have keys.
 
     Services of weight sync have no GPU: weights travel between hosts, and each engine loads them itself.
     """
     clock, secret = context.runtime, context.secret
 
-    def make() -> Transport:
+    def make(group: Group) -> Transport:
+        if folder is not None and group.folder:
+            return folder.make_transport()
         transport = GlooTransport(clock, secret, store)
         return TaggedTransport(transport, secret) if context.keys is not None else transport
 

@@ -32,18 +32,18 @@ from asyncrl.core.sockets.keys import RunKeys
 from asyncrl.core.staleness import UNLOADED
 from asyncrl.core.states import ServiceState
 from weight_sync import messages as wire
-from weight_sync.backends.contract import Transport
+from weight_sync.backends.folder import Shelf
 from weight_sync.bounds import limits_of
 from weight_sync.coordinator_session import CoordinatorSession, Introduction, Reset
 from weight_sync.encoding.choice import choose_widths
-from weight_sync.encoding.delta_codec import CarryBucket, DeltaSender, carry_whole
+from weight_sync.encoding.delta_codec import CarryBucket, DeltaNames, DeltaSender, carry_whole
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.memory.pool import SegmentPool, Slot
 from weight_sync.protocol import messages as told
 from weight_sync.protocol.peer import RoundTracker
 from weight_sync.protocol.protocol import PUBLISHER
-from weight_sync.protocol.rounds import ABORTED, NEVER, SUPERSEDED, TRANSPORT
-from weight_sync.transfer_executor import TransferExecutor, TransferOrder
+from weight_sync.protocol.rounds import ABORTED, NEVER, STORE, SUPERSEDED, TRANSPORT
+from weight_sync.transfer_executor import MakeTransport, TransferExecutor, TransferOrder
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,10 @@ class _Cargo:
 
     @property
     def carry_bucket(self) -> CarryBucket:
-        return self.sender.carry if self.sender is not None else carry_whole
+        if self.sender is not None:
+            return self.sender.carry
+        assert self.slot.manifest is not None, "a slot that is held holds a version"
+        return partial(carry_whole, digests=self.slot.manifest.digests)
 
     @property
     def num_deltas(self) -> int:
@@ -91,6 +94,7 @@ class PublisherService:
         endpoint: Told to the coordinator.
         make_transport: Makes the transport of a membership.
         bounds: Limits of a version.
+        shelf: What is stored in `weight_sync.folder`, if there is one.
     """
 
     def __init__(
@@ -99,12 +103,14 @@ class PublisherService:
         incarnation: str,
         pool: SegmentPool,
         endpoint: Endpoint,
-        make_transport: Callable[[], Transport],
+        make_transport: MakeTransport,
         runtime: Runtime,
         bind: str = "tcp://127.0.0.1:*",
         keys: RunKeys | None = None,
         bounds: VersionBounds = ANY_VERSION,
+        shelf: Shelf | None = None,
     ) -> None:
+        self._shelf = shelf
         self._server = Server(runtime, bind, keys.server if keys else None, limits_of(bounds))
         self._bounds = bounds
         client_keys = keys.client if keys else None
@@ -143,6 +149,8 @@ class PublisherService:
             self._session.stop()
             self._transfers.close()
             self._pool.close()
+            if self._shelf is not None:
+                self._shelf.close()
 
     def status(self) -> PublisherStatus:
         """Return how it is, as of the last turn."""
@@ -253,6 +261,7 @@ class PublisherService:
             incarnation=self._incarnation,
             store_host=self._endpoint.store_host,
             store_port=self._endpoint.store_port,
+            folder=self._shelf.place if self._shelf is not None else "",
         )
         return Introduction(hello, [current.to_bytes()] if current else [])
 
@@ -265,9 +274,13 @@ class PublisherService:
                 self._send(TransferOrder.of(order))
             case told.Abort():
                 self._abort(order.round)
+            case told.Close() if self._shelf is not None:
+                self._shelf.release(order.round)
             case Reset():
                 for round_id in self._rounds.open_rounds:
                     self._abort(round_id)
+                if self._shelf is not None:
+                    self._shelf.release_all()
             case _:
                 log.warning("the order '%s' is none for the publisher", order.kind)
                 self.counters["unknown_orders"] += 1
@@ -282,6 +295,8 @@ class PublisherService:
             self._session.report(told.SendFailed(order.round, SUPERSEDED))
             return
         fault_point("publisher.transfer", order.number)
+        if order.group.folder and self._shelf is not None:
+            self._shelf.hold(order.round, order.number, is_afresh=order.is_afresh)
         self._sending[order.round] = order
         self._transfer_starts[order.round] = self._clock.now()
         cargo = self._load(order, slot, slot.manifest)
@@ -298,7 +313,8 @@ class PublisherService:
             self.counters["lost_bases"] += 1
         elif base.manifest.layout == manifest.layout:
             buckets = cut(base.bytes_B, base.manifest)
-        return _Cargo(slot, base, DeltaSender(buckets, choose_widths(manifest.layout)))
+        names = DeltaNames(manifest.digests, order.base)
+        return _Cargo(slot, base, DeltaSender(buckets, choose_widths(manifest.layout), names))
 
     def _abort(self, round_id: int) -> None:
         is_known, now = self._rounds.stage_of(round_id) is not None, self._clock.now()
@@ -324,7 +340,9 @@ class PublisherService:
             self.counters["failed_transfers"] += 1
             log.warning("round %d with version %d failed: %s", order.round, order.number, message)
             self._transfers.abort(order.group.membership)
-            self._session.report(told.SendFailed(order.round, TRANSPORT))
+            self._session.report(
+                told.SendFailed(order.round, cause if cause.startswith(STORE) else TRANSPORT)
+            )
         else:
             self._pool.note_sent(cargo.slot)
             self.counters["transfers"] += 1

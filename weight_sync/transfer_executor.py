@@ -23,18 +23,15 @@ import torch
 from asyncrl.core.errors import DeadlineExceeded, SyncError
 from asyncrl.core.runtime.interface import Queue, Runtime
 from asyncrl.core.staleness import UNLOADED
-from weight_sync.backends.contract import Broadcast, Group, Transport
+from weight_sync.backends.contract import Broadcast, DigestMismatch, Group, Transport
+from weight_sync.backends.store import StoreError
 from weight_sync.encoding.delta_codec import CarryBucket, carry_whole
-from weight_sync.protocol.messages import Transfer
-from weight_sync.protocol.rounds import DIGEST, TRANSPORT
+from weight_sync.protocol.messages import MAX_TEXT, Transfer
+from weight_sync.protocol.rounds import DIGEST, STORE, TRANSPORT
 
 MAX_UNDER_WAY = 2
 """Broadcasts of one transfer: with two, 100 and 400 MB reach one receiver at 0.85 and 0.86 of bare gloo's
 rate, with one at 0.82 and 0.84 (medians of three runs on two cores)."""
-
-
-class DigestMismatch(SyncError):
-    """A bucket's bytes differ from what the learner wrote."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,7 @@ class TransferOrder:
     Attributes:
         base: The version number that every receiver of the round holds, so that differences to it may be
             sent; 0 if whole buckets are to be.
+        is_afresh: Store again what is stored already: a receiver could not use it.
     """
 
     round: int
@@ -52,15 +50,18 @@ class TransferOrder:
     live: frozenset[int]
     deadline_s: float
     base: int = UNLOADED
+    is_afresh: bool = False
 
     @staticmethod
     def of(told: Transfer) -> TransferOrder:
         """Return the order that a peer was told."""
-        group = Group(told.membership, told.rank, told.world, told.store_host, told.store_port)
+        group = Group(told.membership, told.rank, told.world, told.store_host, told.store_port, told.folder)
         live, deadline_s = frozenset(told.live), told.deadline_s
-        return TransferOrder(told.round, told.number, group, live, deadline_s, told.base)
+        return TransferOrder(told.round, told.number, group, live, deadline_s, told.base, told.afresh)
 
 
+MakeTransport = Callable[[Group], Transport]
+"""Makes the transport of a membership."""
 Check = Callable[[], None]
 """Raises DigestMismatch if a bucket is not what it should be."""
 AfterBucket = Callable[[int, torch.Tensor], Check | None]
@@ -72,7 +73,7 @@ Done = Callable[[TransferOrder, str, str], None]
 class TransferExecutor:
     """See the module; all methods are called by one thread, the service's."""
 
-    def __init__(self, runtime: Runtime, make_transport: Callable[[], Transport]) -> None:
+    def __init__(self, runtime: Runtime, make_transport: MakeTransport) -> None:
         self._runtime = runtime
         self._make_transport = make_transport
         self._transports: dict[int, Transport] = {}
@@ -91,7 +92,7 @@ class TransferExecutor:
         transport = self._transports.get(order.group.membership)
         is_new = transport is None
         if transport is None:
-            transport = self._transports[order.group.membership] = self._make_transport()
+            transport = self._transports[order.group.membership] = self._make_transport(order.group)
 
         def work() -> None:
             cause, message = "", ""
@@ -101,6 +102,8 @@ class TransferExecutor:
                 _carry_all(self._runtime, transport, buckets, carry_bucket, after_bucket, until)
             except DigestMismatch as error:
                 cause, message = DIGEST, str(error)
+            except StoreError as error:
+                cause, message = f"{STORE}: {error.message}"[:MAX_TEXT], error.message
             except Exception as error:  # of any kind: whoever waits for this round must hear of its end
                 transport.close()  # the sockets close with it, which wakes the other members
                 cause, message = TRANSPORT, str(error)

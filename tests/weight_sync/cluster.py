@@ -215,6 +215,7 @@ class Cluster:
         encoding: str = "full",
         run_id: str = "",
         keys: RunKeys | None = None,
+        folder: str | None = None,
     ) -> None:
         self._socket_dir = socket_dir
         self._lost_s = lost_s
@@ -232,6 +233,7 @@ class Cluster:
                     "bucket_bytes": bucket_bytes,
                     "parallelism": parallelism,
                     "encoding": encoding,
+                    "folder": folder,
                 },
             }
         )
@@ -267,13 +269,19 @@ class Cluster:
         name: str,
         fault: Callable[[int, int, torch.Tensor], None] = _no_fault,
         environment: dict[str, str] | None = None,
+        *,
+        by_folder: bool = False,
     ) -> Child:
-        """Start a service and wait until it listens."""
+        """Start a service and wait until it listens; `by_folder` is for receivers."""
         bind = self.address_of(name) if self._socket_dir else "tcp://127.0.0.1:*"
         addresses = {child: self.children[child].address for child in self.children}
         if self._socket_dir and "weight_sync.0" not in addresses:
             addresses["weight_sync.0"] = self.address_of("weight_sync.0")
-        context = replace(self._context, name=name, addresses=addresses, bind=bind)
+        config = self._context.config
+        if by_folder:
+            section = config.weight_sync.model_copy(update={"backend": "folder"})
+            config = config.model_copy(update={"weight_sync": section})
+        context = replace(self._context, name=name, addresses=addresses, bind=bind, config=config)
         log_path = self._socket_dir / f"{name}.log" if self._socket_dir else None
         role = Role(
             context, self.timing, fault, self._num_segments, self._lost_s, log_path, environment or {}

@@ -49,10 +49,10 @@ class GlooTransport:
                 error, self._clock.now(), until, f"membership {group.membership} did not form"
             ) from error
 
-    def broadcast(self, bucket: torch.Tensor, until: float) -> None:
-        self.start(bucket, until).wait()
+    def broadcast(self, bucket: torch.Tensor, until: float, name: str = "") -> None:
+        self.start(bucket, until, name).wait()
 
-    def start(self, bucket: torch.Tensor, until: float) -> _Broadcast:
+    def start(self, bucket: torch.Tensor, until: float, name: str = "") -> _Broadcast:
         process_group = self._process_group
         if process_group is None or self._is_aborted:
             raise SyncError("the gloo group is not usable: it never formed or was aborted")

@@ -66,10 +66,10 @@ class TaggedTransport:
         self._makes, self._checks = (tags, None) if group.rank == 0 else (None, tags)
         self._transport.form(group, until)
 
-    def broadcast(self, bucket: torch.Tensor, until: float) -> None:
-        self.start(bucket, until).wait()
+    def broadcast(self, bucket: torch.Tensor, until: float, name: str = "") -> None:
+        self.start(bucket, until, name).wait()
 
-    def start(self, bucket: torch.Tensor, until: float) -> _Broadcast:
+    def start(self, bucket: torch.Tensor, until: float, name: str = "") -> _Broadcast:
         place, self._num_started = self._num_started, self._num_started + 1
         tag = self._makes.make(place, bucket) if self._makes else torch.empty(TAG_BYTES, dtype=torch.uint8)
         tag_way = self._transport.start(tag, until)  # first: if it fails, nothing writes into the bucket

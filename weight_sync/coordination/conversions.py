@@ -66,4 +66,5 @@ def publisher_info_of(hello: PublisherHello, now: float) -> PublisherInfo:
         hello.store_port,
         now,
         started_ms=hello.started_ms,
+        folder=hello.folder,
     )

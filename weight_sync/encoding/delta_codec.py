@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -34,9 +35,31 @@ class _Done:
         return
 
 
-def carry_whole(transport: Transport, index: int, bucket: torch.Tensor, until: float) -> Broadcast:
-    """Carry the bucket as it is."""
-    return transport.start(bucket, until)
+def carry_whole(
+    transport: Transport, index: int, bucket: torch.Tensor, until: float, digests: Sequence[str] = ()
+) -> Broadcast:
+    """Carry the bucket as it is, under its digest's name."""
+    return transport.start(bucket, until, digests[index] if digests else "")
+
+
+@dataclass(frozen=True)
+class DeltaNames:
+    """Names of contents in a round with a base: both sides know them.
+
+    Attributes:
+        digests: Of the buckets. base: The base's version number.
+    """
+
+    digests: Sequence[str]
+    base: int
+
+    def whole(self, index: int) -> str:
+        """Return the name of a bucket as it is."""
+        return self.digests[index]
+
+    def part(self, index: int, what: str) -> str:
+        """Return the name of the head or the body of a difference."""
+        return f"{self.digests[index]}/{self.base}.{what}"
 
 
 class DeltaSender:
@@ -45,14 +68,16 @@ class DeltaSender:
     Args:
         base: The base's buckets; None if it is gone, and every bucket goes as it is.
         widths: Bytes per element, bucket by bucket.
+        names: Of what is sent.
 
     Attributes:
         num_bytes: Sent so far, heads included.
     """
 
-    def __init__(self, base: Sequence[torch.Tensor] | None, widths: Sequence[int]) -> None:
+    def __init__(self, base: Sequence[torch.Tensor] | None, widths: Sequence[int], names: DeltaNames) -> None:
         self._base = base
         self._widths = widths
+        self._names = names
         self.num_bytes = 0
         self.num_deltas = 0
 
@@ -66,9 +91,12 @@ class DeltaSender:
         else:
             head = HEAD.pack(sparse.code, sparse.width, sparse.num_changed, len(body))
             self.num_deltas += 1
-        transport.broadcast(torch.frombuffer(bytearray(head), dtype=torch.uint8), until)
+        names = self._names
+        head_B = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        transport.broadcast(head_B, until, names.part(index, "head"))
         self.num_bytes += len(head) + len(body)
-        return transport.start(body, until) if len(body) else _Done()
+        name = names.whole(index) if sparse is None else names.part(index, "body")
+        return transport.start(body, until, name) if len(body) else _Done()
 
 
 class DeltaReceiver:
@@ -76,23 +104,25 @@ class DeltaReceiver:
 
     Args:
         base: The base's buckets; None if this receiver does not hold it.
+        names: Of what comes.
     """
 
-    def __init__(self, base: Sequence[torch.Tensor] | None) -> None:
+    def __init__(self, base: Sequence[torch.Tensor] | None, names: DeltaNames) -> None:
         self._base = base
+        self._names = names
 
     def carry(self, transport: Transport, index: int, bucket: torch.Tensor, until: float) -> Broadcast:
         """See `CarryBucket`; raises SyncError if the others can no longer be followed."""
         head = torch.empty(HEAD.size, dtype=torch.uint8)
-        transport.broadcast(head, until)
+        transport.broadcast(head, until, self._names.part(index, "head"))
         code, width, num_changed, num_bytes = HEAD.unpack(head.numpy().tobytes())
         if code == WHOLE and num_bytes == len(bucket):
-            return transport.start(bucket, until)
+            return transport.start(bucket, until, self._names.whole(index))
         if code not in tuple(Code) or num_bytes > len(bucket):
             raise SyncError(f"bucket {index} has a head of code {code} and {num_bytes} bytes")
         body = torch.empty(num_bytes, dtype=torch.uint8)
         if num_bytes:
-            transport.broadcast(body, until)
+            transport.broadcast(body, until, self._names.part(index, "body"))
         self._apply(index, bucket, Sparse(Code(code), width, num_changed, body.numpy()))
         return _Done()
 

@@ -177,6 +177,11 @@ class Manifest:
     def total_bytes(self) -> int:
         return self.layout.total_bytes
 
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Digest of each bucket."""
+        return tuple(bucket.digest for bucket in self.buckets)
+
     def bucket_range(self, index: int) -> tuple[int, int]:
         """Return the first byte of a bucket and the one after its last."""
         start = index * self.layout.bucket_bytes

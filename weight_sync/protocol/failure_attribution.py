@@ -15,6 +15,7 @@ from weight_sync.protocol.rounds import (
     DIGEST,
     LEFT,
     PUBLISHER_LOST,
+    STORE,
     SUPERSEDED,
     TRANSPORT,
     Part,
@@ -58,6 +59,10 @@ class FailureAttribution:
 
     def _judge_rest(self, members: list[Member], round_: Round, now: float) -> None:
         """Blame among members that answered without a cause."""
+        if round_.broken_by.startswith(STORE):  # the publisher could not store it, and is blamed for it
+            for member in members:
+                member.last_error = round_.broken_by
+                self._state.back_off(member, now)
         if not members or round_.culprits or round_.broken_by in BLAMELESS:
             return
         if len(round_.parts) == 1:

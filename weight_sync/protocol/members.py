@@ -50,6 +50,7 @@ class PublisherInfo:
     Attributes:
         is_missed: It was blamed for its silence and has not been heard since.
         started_ms: As in `Hello`.
+        folder: As in `PublisherHello`.
     """
 
     incarnation: str
@@ -58,6 +59,7 @@ class PublisherInfo:
     last_seen: float
     is_missed: bool = False
     started_ms: int = 0
+    folder: str = ""
 
 
 @dataclass
@@ -72,7 +74,7 @@ class Member:
         is_attended: A replica has asked for weights, so a commit will be performed.
         is_unheard: It was DEAD and its replica has not reported since: the hello's statements about the
             replica are not trusted.
-        base: As in `ReceiverHello`.
+        base, by_folder: As in `ReceiverHello`.
         staging: Version number in transfer to it.
         staged: Verified version number that waits for its turn to swap.
         swapping: Version number that the engine was told to load.
@@ -94,6 +96,7 @@ class Member:
     is_unheard: bool = False
     started_ms: int = 0
     base: int = UNLOADED
+    by_folder: bool = False
     staging: int | None = None
     staged: int | None = None
     swapping: int | None = None

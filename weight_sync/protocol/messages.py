@@ -56,6 +56,7 @@ class ReceiverHello(Hello, frozen=True, kw_only=True):
     Attributes:
         attended: A replica has asked it for weights. pinned: It is held at its version for an evaluation.
         base: Version number whose bytes it keeps, verified, so that a difference to it can be sent.
+        by_folder: It reads the folder, and is in no group.
     """
 
     name: ReceiverName
@@ -65,14 +66,20 @@ class ReceiverHello(Hello, frozen=True, kw_only=True):
     pinned: bool
     draining: bool = False
     base: int = UNLOADED
+    by_folder: bool = False
 
 
 class PublisherHello(Hello, frozen=True, kw_only=True):
-    """Introduction of the publisher, with the address at which receivers meet it."""
+    """Introduction of the publisher, with the address at which receivers meet it.
+
+    Attributes:
+        folder: Its place in `weight_sync.folder`; empty without one.
+    """
 
     name: PublisherName
     store_host: Text
     store_port: int
+    folder: Text = ""
 
 
 class HelloReply(Message, frozen=True):
@@ -276,10 +283,11 @@ class Transfer(Instruction, frozen=True):
     """Send or receive a version.
 
     Attributes:
-        membership, rank, world, store_host, store_port: Of the group, see `backends.contract.Group`.
+        membership, rank, world, store_host, store_port, folder: Of the group, see `backends.contract.Group`.
         live: Numbers of the groups that may stay open.
         base: The version number that every receiver of the round holds, so that differences to it may be
             sent; 0 if whole buckets are to be.
+        afresh: Its receiver could not use what is stored: store it again.
     """
 
     kind = "transfer"
@@ -293,12 +301,21 @@ class Transfer(Instruction, frozen=True):
     live: tuple[int, ...]
     deadline_s: float
     base: int = UNLOADED
+    folder: Text = ""
+    afresh: bool = False
 
 
 class Abort(Instruction, frozen=True):
     """Give a round up."""
 
     kind = "abort"
+    round: int
+
+
+class Close(Instruction, frozen=True):
+    """A round through the folder is over: what was stored for it alone may go."""
+
+    kind = "close"
     round: int
 
 
@@ -316,7 +333,7 @@ class Withdraw(Instruction, frozen=True):
 
 
 INSTRUCTIONS: Mapping[str, type[Instruction]] = {
-    one.kind: one for one in (Offer, Transfer, Abort, Commit, Withdraw)
+    one.kind: one for one in (Offer, Transfer, Abort, Close, Commit, Withdraw)
 }
 
 

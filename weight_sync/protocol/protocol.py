@@ -20,6 +20,7 @@ from weight_sync.protocol.messages import ReceiverHello, Withdraw
 from weight_sync.protocol.round_manager import RoundManager
 from weight_sync.protocol.rounds import (
     DIGEST,
+    STORE,
     SUPERSEDED,
     TRANSPORT,
     Lane,
@@ -177,7 +178,7 @@ class Coordination:
     def _take_info(self, member: Member, info: ReceiverHello, now: float) -> None:
         member.serving, member.last_seen, member.started_ms = info.serving, now, info.started_ms
         member.is_attended = info.attended and not member.is_unheard
-        member.is_pinned, member.base = info.pinned, info.base
+        member.is_pinned, member.base, member.by_folder = info.pinned, info.base, info.by_folder
         if info.draining and member.is_listening:
             member.move(MemberState.DRAINING)
         if info.staged > info.serving:
@@ -331,6 +332,7 @@ class Coordination:
         if round_ is not None and round_.sender is Sender.PENDING:
             round_.sender, round_.num_bytes = Sender.SENT, num_bytes
             self.counters["bytes_sent"] += num_bytes
+            self._rounds.start_receiving(round_, now)
         self._note_change(now)
 
     def send_failed(self, round_id: int, cause: str, now: float, begun_s: float = math.inf) -> None:
@@ -342,7 +344,9 @@ class Coordination:
         """
         round_ = self._rounds.find(round_id)
         if round_ is not None:
-            if round_.sender is Sender.PENDING:
+            if round_.sender is Sender.PENDING and cause.startswith(STORE):
+                self._rounds.lose_store(round_, cause, now)
+            elif round_.sender is Sender.PENDING:
                 self._rounds.break_up(round_, SUPERSEDED if cause == SUPERSEDED else TRANSPORT, now)
             self._rounds.hear_publisher(round_, math.inf if begun_s < 0 else now - begun_s)
         self._note_change(now)

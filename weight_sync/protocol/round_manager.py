@@ -1,6 +1,6 @@
 """Active rounds, from offer to end: their members, pending answers, and outcome (pure).
 
-Owns the active rounds, one per lane, and the memberships. A round per version and set of members:
+Owns the active rounds, one per `Round.key`, and the memberships. A round per version and set of members:
 offer → transfer → verify. Invariants: an offer is always of the newest published version; a membership
 number names one set of processes for ever; no round outlasts its deadline.
 """
@@ -14,7 +14,7 @@ import msgspec
 from asyncrl.core.staleness import UNLOADED
 from weight_sync.protocol.failure_attribution import FailureAttribution
 from weight_sync.protocol.members import Member, MemberState
-from weight_sync.protocol.messages import Abort, Offer, Transfer
+from weight_sync.protocol.messages import Abort, Close, Offer, Transfer
 from weight_sync.protocol.rounds import (
     DEADLINE,
     FINAL_PARTS,
@@ -22,6 +22,7 @@ from weight_sync.protocol.rounds import (
     OPEN_PARTS,
     PUBLISHER_LOST,
     SILENT,
+    STORE,
     GroupCache,
     Lane,
     Part,
@@ -41,7 +42,7 @@ class RoundManager:
     def __init__(self, state: CoordinationState) -> None:
         self._state = state
         self._attribution = FailureAttribution(state)
-        self.active: dict[Lane, Round] = {}
+        self.active: dict[str, Round] = {}
         self.groups = GroupCache()
         self.last_round_s: float | None = None
         self._num_unanswered = 0
@@ -171,6 +172,11 @@ class RoundManager:
         for name in round_.those(Part.OFFERED, Part.ACCEPTED):
             self.set_part(round_, name, Part.FAILED)
 
+    def lose_store(self, round_: Round, cause: str, now: float) -> None:
+        """End a round whose version the publisher could not store; it is blamed, and no member."""
+        self.break_up(round_, cause, now)
+        self._state.blame_publisher(cause, round_)
+
     # --- start --------------------------------------------------------------------------------------
 
     def _start_rounds(self, now: float) -> None:
@@ -186,6 +192,10 @@ class RoundManager:
         if not wanting:
             return
         able = [m for m in wanting if not self._is_busy(m) and not state.is_silent(m.last_seen, now)]
+        for member in able:
+            if member.by_folder and state.publisher.folder:
+                self._offer(Lane.FOLDER, [member], now)
+        able = [member for member in able if not member.by_folder]
         together = [member for member in able if not member.is_lone]
         if Lane.MAIN not in self.active:
             self._offer(Lane.MAIN, together, now)
@@ -205,9 +215,10 @@ class RoundManager:
         version = self._state.current
         if not members or version is None:
             return
-        until = now + self._state.deadlines.offer_s
+        until = now + self._state.deadlines(lane).offer_s
         parts = dict.fromkeys((member.name for member in members), Part.OFFERED)
-        round_ = self.active[lane] = Round(self._state.next_id(), lane, version, now, until, parts)
+        round_ = Round(self._state.next_id(), lane, version, now, until, parts)
+        self.active[round_.key] = round_
         for member in members:
             member.staging = version.number
             self._state.order(member.name, Offer(round_.id, version.number))
@@ -232,11 +243,11 @@ class RoundManager:
     def _start_transfer(self, round_: Round, now: float) -> None:
         state, names = self._state, round_.those(Part.ACCEPTED)
         assert state.publisher is not None, "a round without a publisher is broken"
-        end = round_.started + state.deadlines.deadline_s - state.timing.settle_s
+        end = round_.started + state.deadlines(round_.lane).deadline_s - state.timing.settle_s
         round_.phase, round_.receivers = Phase.TRANSFER, tuple(names)
         round_.until = max(end, now + state.timing.settle_s)
-        key = tuple((name, state.members[name].incarnation) for name in names)
-        round_.membership = self.groups.find(key) or self.groups.add(key, state.next_id())
+        is_by_folder = round_.lane is Lane.FOLDER
+        round_.membership = state.next_id() if is_by_folder else self._find_group(names)
         transfer = Transfer(
             round=round_.id,
             number=round_.version.number,
@@ -248,11 +259,27 @@ class RoundManager:
             live=tuple(self.groups.live(other.membership for other in self.active.values())),
             deadline_s=round_.until - now,
             base=self._base_of(names, round_.version.number),
+            folder=f"{state.publisher.folder}/{round_.version.number}" if is_by_folder else "",
+            afresh=is_by_folder and any(state.members[name].num_failures for name in names),
         )
         state.order(PUBLISHER, transfer)
-        for rank, name in enumerate(names, start=1):
-            self.set_part(round_, name, Part.RECEIVING)
-            state.order(name, msgspec.structs.replace(transfer, rank=rank))
+        round_.transfer = transfer
+        if not is_by_folder:
+            self.start_receiving(round_, now)
+
+    def start_receiving(self, round_: Round, now: float) -> None:
+        """Let the members receive: at once, or from the folder when all is stored there."""
+        assert round_.transfer is not None, "the publisher was told first"
+        transfer = msgspec.structs.replace(round_.transfer, deadline_s=max(0.0, round_.until - now))
+        for rank, name in enumerate(round_.receivers, start=1):
+            if round_.parts[name] is Part.ACCEPTED:
+                self.set_part(round_, name, Part.RECEIVING)
+                self._state.order(name, msgspec.structs.replace(transfer, rank=rank))
+
+    def _find_group(self, names: list[str]) -> int:
+        """Return the number of the group of these members, an open one if there is one."""
+        key = tuple((name, self._state.members[name].incarnation) for name in names)
+        return self.groups.find(key) or self.groups.add(key, self._state.next_id())
 
     def _base_of(self, names: list[str], number: int) -> int:
         """Return the version that all of `names` hold and differences may be to; 0 for whole buckets."""
@@ -265,12 +292,14 @@ class RoundManager:
             self._leave_out_silent(round_, now)
             self._note_heard(round_)
         if now >= round_.until:
+            if round_.has(Part.ACCEPTED):
+                self.lose_store(round_, f"{STORE}: the publisher had not stored all in time", now)
             self.break_up(round_, DEADLINE, now)
         if round_.settle_until is not None and now >= round_.settle_until:
             self._end_settling(round_)
 
     def _leave_out_silent(self, round_: Round, now: float) -> None:
-        for name in round_.those(Part.RECEIVING):
+        for name in round_.those(Part.ACCEPTED, Part.RECEIVING):
             if self._state.is_silent(self._state.members[name].last_seen, now):
                 self._leave_out(round_, name, SILENT)
                 if round_.sender is Sender.PENDING:
@@ -312,7 +341,9 @@ class RoundManager:
         self._state.blame(member, cause, round_)
 
     def _close(self, round_: Round, now: float) -> None:
-        del self.active[round_.lane]
+        del self.active[round_.key]
+        if round_.lane is Lane.FOLDER:
+            self._state.order(PUBLISHER, Close(round_.id))
         self._state.counters["rounds"] += 1
         if round_.has_spoilt_group:
             self.groups.drop(round_.membership)

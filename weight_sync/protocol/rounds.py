@@ -16,10 +16,12 @@ from typing import Any
 
 from asyncrl.core.rpc.message import fields_of
 from asyncrl.core.staleness import PolicyVersion
-from weight_sync.protocol.messages import Instruction
+from weight_sync.protocol.messages import Instruction, Transfer
 
 MAX_CACHED_GROUPS = 8
 TRANSPORT, DEADLINE, DIGEST, SILENT = "transport", "deadline", "digest", "silent"
+STORE = "store"
+"""Begins the cause of who could not write or read the store; what was wrong with it follows."""
 PUBLISHER_LOST, SUPERSEDED, LEFT, ABORTED = "publisher_lost", "superseded", "left", "aborted"
 NEVER = -1.0
 """For how long a publisher has been sending that has not begun, in seconds."""
@@ -28,7 +30,10 @@ ASKING_CAUSES = (TRANSPORT, DEADLINE)
 
 
 class Lane(StrEnum):
-    """Rounds run side by side, at most one in each lane; a member is in one, besides those it has left."""
+    """Rounds run side by side, at most one in each lane, but for FOLDER: there each member has its own.
+
+    A member is in one round, besides those it has left.
+    """
 
     MAIN = "MAIN"
     """Lane of all members that can take the newest version."""
@@ -36,6 +41,8 @@ class Lane(StrEnum):
     """Members that have nothing yet, while a main round runs: they do not wait for its end."""
     LONE = "LONE"
     """One member that transfers broke with or were late with: the others do not wait for it."""
+    FOLDER = "FOLDER"
+    """One member that reads the folder: no other waits for it, however slow its way to the folder is."""
 
 
 class Phase(StrEnum):
@@ -67,8 +74,9 @@ class Sender(StrEnum):
     FAILED = "FAILED"
 
 
-RESERVE_BYTES_PER_S, TRANSFER_BYTES_PER_S = 0.5e9, 0.25e9
-"""The slowest that a host is waited for: pages come at about 2e9, gloo carries 0.7e9 to 2e9 to a receiver."""
+RESERVE_BYTES_PER_S, TRANSFER_BYTES_PER_S, FOLDER_BYTES_PER_S = 0.5e9, 0.25e9, 0.02e9
+"""The slowest that a host is waited for: pages come at about 2e9, gloo carries 0.7e9 to 2e9 to a receiver.
+Who reads the folder may be far from it, and nobody waits for that one."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +110,9 @@ class Timing:
         """Time that a member may be silent while it waits for orders."""
         return self.silence_s / 3
 
-    def for_bytes(self, num_bytes: int) -> Timing:
+    def for_bytes(self, num_bytes: int, bytes_per_s: float = TRANSFER_BYTES_PER_S) -> Timing:
         """Return the deadlines of a version of that size: these, and what its bytes take at the slowest."""
-        reserve_s, transfer_s = num_bytes / RESERVE_BYTES_PER_S, num_bytes / TRANSFER_BYTES_PER_S
+        reserve_s, transfer_s = num_bytes / RESERVE_BYTES_PER_S, num_bytes / bytes_per_s
         return replace(
             self, offer_s=self.offer_s + reserve_s, deadline_s=self.deadline_s + reserve_s + transfer_s
         )
@@ -116,6 +124,7 @@ class Round:
 
     Attributes:
         receivers: Members at the start of the transfer.
+        transfer: Order of the transfer, as the publisher got it.
         until: End of the phase.
         broken_at: Time at which the group was given up; all members then answer by `settle_until`.
         silent_at: Nobody who is waited for has been silent for too long before.
@@ -132,6 +141,7 @@ class Round:
     phase: Phase = Phase.OFFER
     membership: int = 0
     receivers: tuple[str, ...] = ()
+    transfer: Transfer | None = None
     sender: Sender = Sender.PENDING
     num_bytes: int = 0
     broken_at: float | None = None
@@ -162,6 +172,11 @@ class Round:
     def has_left(self, name: str) -> bool:
         """Whether the member is out of the round and of its attribution."""
         return self.parts.get(name) is Part.LEFT
+
+    @property
+    def key(self) -> str:
+        """Its lane, and with a lane for each member, its member."""
+        return f"{self.lane}/{next(iter(self.parts))}" if self.lane is Lane.FOLDER else self.lane
 
     @property
     def is_broken(self) -> bool:

@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from weight_sync.protocol.members import Member, PublisherInfo
 from weight_sync.protocol.messages import Instruction
-from weight_sync.protocol.rounds import Order, Round, Timing
+from weight_sync.protocol.rounds import (
+    FOLDER_BYTES_PER_S,
+    TRANSFER_BYTES_PER_S,
+    Lane,
+    Order,
+    Round,
+    Timing,
+)
 from weight_sync.sync_records import BlameRecord, Record
 
 PUBLISHER = "publisher"
@@ -58,10 +65,10 @@ class CoordinationState:
         self._records: list[Record] = []
         self._last_id = self.token << ID_BITS
 
-    @property
-    def deadlines(self) -> Timing:
-        """Those of the current version."""
-        return self.timing.for_bytes(self.num_bytes)
+    def deadlines(self, lane: Lane) -> Timing:
+        """Return those of the current version in a lane."""
+        rate = FOLDER_BYTES_PER_S if lane is Lane.FOLDER else TRANSFER_BYTES_PER_S
+        return self.timing.for_bytes(self.num_bytes, rate)
 
     def order(self, to: str, what: Instruction) -> None:
         """Queue an instruction to a peer."""

@@ -13,6 +13,7 @@ import math
 from asyncrl.core.staleness import UNLOADED
 from weight_sync.protocol.members import Member, MemberState
 from weight_sync.protocol.messages import Commit, Withdraw
+from weight_sync.protocol.rounds import Lane
 from weight_sync.protocol.state import CoordinationState
 from weight_sync.sync_records import LoadFailureRecord
 
@@ -139,7 +140,7 @@ class SwapScheduler:
         assert member.staged is not None, "only a verified version is waited with"
         del self._queue[member.name]
         member.swapping, member.staged = member.staged, None
-        member.swap_began, member.swap_until = now, now + self._state.deadlines.deadline_s
+        member.swap_began, member.swap_until = now, now + self._state.deadlines(Lane.MAIN).deadline_s
         self._state.permits.add(member.name)
         heapq.heappush(self._deadlines, (member.swap_until, member.name))
         self._state.order(member.name, Commit(member.swapping))

@@ -21,15 +21,15 @@ from asyncrl.core.runtime.clock import Clock
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.staleness import UNLOADED
-from weight_sync.backends.contract import Transport
-from weight_sync.encoding.delta_codec import CarryBucket, DeltaReceiver, carry_whole
+from weight_sync.backends.contract import DigestMismatch
+from weight_sync.encoding.delta_codec import CarryBucket, DeltaNames, DeltaReceiver, carry_whole
 from weight_sync.memory.manifest import Manifest, VersionBounds
 from weight_sync.memory.staging_area import Copy, StagingArea
 from weight_sync.protocol import messages as told
 from weight_sync.protocol.peer import RoundTracker, Stage
 from weight_sync.protocol.rounds import ABORTED
 from weight_sync.publisher import cut
-from weight_sync.transfer_executor import AfterBucket, Check, DigestMismatch, TransferExecutor, TransferOrder
+from weight_sync.transfer_executor import AfterBucket, Check, MakeTransport, TransferExecutor, TransferOrder
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class InboundRounds:
     def __init__(
         self,
         staging: StagingArea,
-        make_transport: Callable[[], Transport],
+        make_transport: MakeTransport,
         report: Callable[[told.Event], None],
         call_soon: Callable[[Callable[[], object]], None],
         on_bucket: OnBucket,
@@ -178,12 +178,14 @@ class InboundRounds:
         self._report(told.Failed(round_id, f"refused: {error.message}"[: told.MAX_TEXT]))
 
     def _carry_bucket(self, order: TransferOrder, copy: Copy) -> CarryBucket:
+        digests = copy.manifest.digests
         if order.base == UNLOADED:
-            return carry_whole
+            return partial(carry_whole, digests=digests)
         base = self._staging.find_base(order.base, copy.manifest.layout)
         if base is None:
             self._counters["missing_bases"] += 1
-        return DeltaReceiver(cut(base.bytes_B, base.manifest) if base is not None else None).carry
+        buckets = cut(base.bytes_B, base.manifest) if base is not None else None
+        return DeltaReceiver(buckets, DeltaNames(digests, order.base)).carry
 
     def _verifier(self, manifest: Manifest) -> AfterBucket:
         number = manifest.version.number

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -31,7 +30,6 @@ from asyncrl.core.sockets.keys import RunKeys
 from asyncrl.core.staleness import UNLOADED
 from asyncrl.core.states import ServiceState
 from weight_sync import messages as wire
-from weight_sync.backends.contract import Transport
 from weight_sync.bounds import limits_of
 from weight_sync.coordinator_session import CoordinatorSession, Introduction, Reset
 from weight_sync.memory.manifest import ANY_VERSION, VersionBounds
@@ -39,7 +37,7 @@ from weight_sync.memory.staging_area import StagingArea
 from weight_sync.protocol import messages as told
 from weight_sync.receiving.inbound_rounds import InboundRounds, OnBucket
 from weight_sync.receiving.replica_session import REPLICA_OPS, ReplicaSession
-from weight_sync.transfer_executor import TransferOrder
+from weight_sync.transfer_executor import MakeTransport, TransferOrder
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +57,7 @@ class ReceiverService:
             is committed alone.
         on_bucket: See `OnBucket`.
         bounds: Limits on the size and layout of a version.
+        by_folder: Versions come through `weight_sync.folder`.
     """
 
     def __init__(
@@ -67,14 +66,17 @@ class ReceiverService:
         name: str,
         incarnation: str,
         staging: StagingArea,
-        make_transport: Callable[[], Transport],
+        make_transport: MakeTransport,
         runtime: Runtime,
         lost_s: float,
         on_bucket: OnBucket = ignore_bucket,
         bind: str = "tcp://127.0.0.1:*",
         keys: RunKeys | None = None,
         bounds: VersionBounds = ANY_VERSION,
+        *,
+        by_folder: bool = False,
     ) -> None:
+        self._by_folder = by_folder
         self._server = Server(runtime, bind, keys.server if keys else None, limits_of(bounds), REPLICA_OPS)
         client_keys = keys.client if keys else None
         self._name, self._incarnation = name, incarnation
@@ -156,6 +158,7 @@ class ReceiverService:
                 pinned=self._replica.is_pinned,
                 draining=self._replica.is_draining,
                 base=self._staging.base_number,
+                by_folder=self._by_folder,
             )
         )
 

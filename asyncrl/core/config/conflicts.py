@@ -117,6 +117,13 @@ def _find_gpu_conflicts(config: Root) -> Iterator[Conflict]:
         what = "weight_sync.backend: nccl is not there: publisher and receivers have no GPU"
         hint = "Leave it out: weights travel over gloo, and each engine loads them from its host's memory"
         yield Conflict(("weight_sync.backend",), what, hint)
+    has_folder, backend = config.weight_sync.folder is not None, config.weight_sync.backend
+    if backend == ("gloo" if has_folder else "folder"):
+        what = (
+            f"weight_sync.backend: {backend} {'does not use' if has_folder else 'needs'} weight_sync.folder"
+        )
+        hint = "Set backend: auto or folder, and folder: file:///a/shared/folder"
+        yield Conflict(("weight_sync.folder", "weight_sync.backend"), what, hint)
     if config.model.dtype == "float16" and not (config.rollout.gpus and config.learner.gpus):
         what = "model.dtype: float16 needs GPUs on both sides"
         hint = "Set rollout.gpus and learner.gpus, or model.dtype: bfloat16"

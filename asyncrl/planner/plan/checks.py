@@ -22,6 +22,7 @@ from asyncrl.planner.plan.footprint.capacity import Capacity
 from asyncrl.planner.plan.footprint.memory import SHM, VERSIONS, Part
 from asyncrl.planner.plan.models import check_cuts_of_named_models, table_of
 from asyncrl.planner.plan.prepare import is_builtin
+from weight_sync.backends.store import open_files
 
 NOT_CHECKED_ELSEWHERE = (
     "the CPUs, GPUs and memory of the machine that it will run on: they are checked there, at `up`",
@@ -136,6 +137,15 @@ def check_journal(config: Config) -> Iterator[str]:
         journal_kind(config.buffer.journal).check(config.buffer, Path(config.run.dir) / config.run.name)
     except ConfigError as error:
         yield _line("buffer.url", error)
+
+
+def check_folder(config: Config) -> Iterator[str]:
+    """Say if the folder of weights needs a package that is not here."""
+    try:
+        if config.weight_sync.folder is not None:
+            open_files(config.weight_sync.folder)
+    except ConfigError as error:
+        yield _line("weight_sync.folder", error)
 
 
 def _line(key: str, error: ConfigError) -> str:

@@ -44,6 +44,7 @@ ALLOWED: Mapping[tuple[str, str], str] = {
     ("asyncrl.core.config.load", "format"): KEY,
     ("asyncrl.core.config.rules.format", "format"): KEY,
     ("asyncrl.core.config.sections.launcher", "delta"): "the section says once what its encoding means",
+    ("weight_sync.backends.store", "file"): "the scheme of a URL",
     ("rollout_service.environments.tools.expression_child", "math"): PYTHON,
 }
 """Comparisons that are none with a variant, or are its record: (module, name) and the reason."""

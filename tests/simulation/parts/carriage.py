@@ -57,9 +57,9 @@ class Carriage:
         self._exchanges: dict[tuple[int, int], Exchange] = {}
         world.on_kill.append(self._hear_end)
 
-    def transports(self, runtime: SimRuntime) -> Callable[[str], SimTransport]:
+    def transports(self, runtime: SimRuntime) -> Callable[[Group], SimTransport]:
         """Return the maker of a process's transports."""
-        return lambda: SimTransport(self, runtime)
+        return lambda _: SimTransport(self, runtime)
 
     def meet(self, group: Group, process: Process) -> Exchange:
         """Return the group's exchange, which the process is a member of from now on."""
@@ -135,7 +135,7 @@ class SimTransport:
                 raise DeadlineExceeded("the group was not done in time")
             self.world.block(left_s, exchange.changed)
 
-    def start(self, bucket: torch.Tensor, until: float) -> SimBroadcast:
+    def start(self, bucket: torch.Tensor, until: float, name: str = "") -> SimBroadcast:
         """Start to send or receive a bucket."""
         exchange = self.exchange
         if exchange.is_broken or self._is_aborted:
@@ -149,7 +149,7 @@ class SimTransport:
         self._num_started += 1
         return SimBroadcast(self, self._num_started - 1, bucket, until)
 
-    def broadcast(self, bucket: torch.Tensor, until: float) -> None:
+    def broadcast(self, bucket: torch.Tensor, until: float, name: str = "") -> None:
         """Send or receive a bucket."""
         self.start(bucket, until).wait()
 

@@ -50,11 +50,11 @@ class MeddlingTransport:
     def form(self, group: Group, until: float) -> None:
         self._transport.form(group, until)
 
-    def start(self, bucket: torch.Tensor, until: float) -> Broadcast:
+    def start(self, bucket: torch.Tensor, until: float, name: str = "") -> Broadcast:
         self._sent.append(bucket.clone())
         return self._transport.start(self._change(self._sent), until)
 
-    def broadcast(self, bucket: torch.Tensor, until: float) -> None:
+    def broadcast(self, bucket: torch.Tensor, until: float, name: str = "") -> None:
         self.start(bucket, until).wait()
 
     def abort(self) -> None:
@@ -102,8 +102,8 @@ class Ends:
         )
         receiver = TaggedTransport(GlooTransport(CLOCK, SECRET, store), SECRET)
         self._carriers = [
-            TransferExecutor(CLOCK, lambda: publisher),
-            TransferExecutor(CLOCK, lambda: receiver),
+            TransferExecutor(CLOCK, lambda _: publisher),
+            TransferExecutor(CLOCK, lambda _: receiver),
         ]
         group = Group(1, 0, 2, "127.0.0.1", store.port)
         order = TransferOrder(1, 1, group, frozenset({1}), WAIT_S)
@@ -192,7 +192,7 @@ def config_of(bucket_bytes: int = 1 << 20) -> Config:
 def test_the_transports_of_a_run_with_keys_are_tagged(has_keys: bool, tmp_path: Path) -> None:
     keys = make_run_keys() if has_keys else None
     context = ServiceContext(config_of(), "receiver.0", tmp_path, "x", keys=keys)
-    made = transports_of(context, None)()
+    made = transports_of(context, None)(Group(1, 1, 2, "127.0.0.1", 1))
     assert isinstance(made, TaggedTransport if has_keys else GlooTransport)
 
 

@@ -1,4 +1,4 @@
-"""The contract of transports, run against gloo over real processes."""
+"""The contract of transports: gloo over real processes, and what holds of a folder too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -22,11 +22,14 @@ from asyncrl.core.errors import DeadlineExceeded, SyncError
 from asyncrl.core.files.private import make_secret
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.weight_sync.cluster import WAIT_S, processes
-from weight_sync.backends.contract import Group, Transport
+from weight_sync.backends.contract import DigestMismatch, Group, Transport
+from weight_sync.backends.folder import FolderTransport, Shelf
 from weight_sync.backends.gloo import GlooTransport
+from weight_sync.backends.store import Store
 from weight_sync.backends.tags import TaggedTransport
+from weight_sync.encoding.delta_codec import carry_whole
 from weight_sync.protocol.rounds import DIGEST, TRANSPORT
-from weight_sync.transfer_executor import MAX_UNDER_WAY, DigestMismatch, TransferExecutor, TransferOrder
+from weight_sync.transfer_executor import MAX_UNDER_WAY, TransferExecutor, TransferOrder
 
 CLOCK = ThreadRuntime()
 BIG_BYTES = 64 << 20
@@ -189,7 +192,7 @@ class HungTransport:
     def form(self, group: Group, until: float) -> None:
         self.is_formed.set()
 
-    def start(self, bucket: torch.Tensor, until: float) -> HungTransport:
+    def start(self, bucket: torch.Tensor, until: float, name: str = "") -> HungTransport:
         return self
 
     def wait(self) -> None:
@@ -204,7 +207,7 @@ class HungTransport:
 
 def test_closing_a_carrier_wakes_its_running_transfers():
     transport, ends = HungTransport(), queue.Queue[str]()
-    transfers = TransferExecutor(CLOCK, lambda: transport)
+    transfers = TransferExecutor(CLOCK, lambda _: transport)
     order = TransferOrder(1, 1, Group(1, 0, 2, "127.0.0.1", 1), frozenset({1}), 10 * WAIT_S)
     transfers.carry(order, [bucket_of(10, 1)], lambda *_: None, lambda order, cause, message: ends.put(cause))
     assert transport.is_formed.wait(WAIT_S)
@@ -212,15 +215,21 @@ def test_closing_a_carrier_wakes_its_running_transfers():
     assert ends.get(timeout=WAIT_S / 4) == TRANSPORT
 
 
+def make_folder_transport() -> FolderTransport:
+    store = Store(CLOCK, f"memory://{make_secret()}")
+    return FolderTransport(CLOCK, store, SECRET, Shelf(CLOCK, store, SECRET, "run"))
+
+
 def make_unformed(name: str) -> Transport:
     made: dict[str, Transport] = {
         "gloo": GlooTransport(CLOCK, SECRET),
         "tagged": TaggedTransport(GlooTransport(CLOCK, SECRET), SECRET),
+        "folder": make_folder_transport(),
     }
     return made[name]
 
 
-@pytest.mark.parametrize("name", ["gloo", "tagged"])
+@pytest.mark.parametrize("name", ["gloo", "tagged", "folder"])
 def test_a_transport_that_never_formed_or_was_closed_refuses_to_broadcast(name):
     transport = make_unformed(name)
     with pytest.raises(SyncError, match="not usable"):
@@ -230,7 +239,7 @@ def test_a_transport_that_never_formed_or_was_closed_refuses_to_broadcast(name):
     transport.abort()
 
 
-@pytest.mark.parametrize("name", ["gloo", "tagged"])
+@pytest.mark.parametrize("name", ["gloo", "tagged", "folder"])
 def test_no_time_left_is_a_missed_deadline(name):
     with pytest.raises(DeadlineExceeded):
         make_unformed(name).form(Group(1, 0, 1, "127.0.0.1", 1), until(-1.0))
@@ -255,34 +264,44 @@ class LateMismatch:
             raise DigestMismatch("bucket 1")
 
 
-def carry_alone(after_bucket: Any, deadline_s: float) -> tuple[str, str]:
+KINDS = pytest.mark.parametrize("kind", ["gloo", "folder"])
+
+
+def carry_alone(kind: str, after_bucket: Any, deadline_s: float) -> tuple[str, str]:
     """Carry five buckets in a group of one member; return the cause and the message of the end."""
     store = make_store()
-    transfers = TransferExecutor(CLOCK, lambda: GlooTransport(CLOCK, SECRET, store))
-    order = TransferOrder(1, 1, make_group(store, 1), frozenset({1}), deadline_s)
+    made: Transport = GlooTransport(CLOCK, SECRET, store) if kind == "gloo" else make_folder_transport()
+    transfers = TransferExecutor(CLOCK, lambda _: made)
+    order = TransferOrder(1, 1, replace(make_group(store, 1), folder="run/1/1"), frozenset({1}), deadline_s)
     ends: queue.Queue[tuple[str, str]] = queue.Queue()
     buckets = [bucket_of(10, index) for index in range(5)]
-    transfers.carry(order, buckets, after_bucket, lambda order, cause, message: ends.put((cause, message)))
+    carry_bucket = partial(carry_whole, digests=[f"digest{index}" for index in range(5)])
+    transfers.carry(
+        order, buckets, after_bucket, lambda order, cause, message: ends.put((cause, message)), carry_bucket
+    )
     end = ends.get(timeout=WAIT_S)
     transfers.close()
     return end
 
 
-def test_buckets_are_checked_while_later_ones_travel_and_a_mismatch_fails_the_transfer():
+@KINDS
+def test_buckets_are_checked_while_later_ones_travel_and_a_mismatch_fails_the_transfer(kind):
     checks = LateMismatch()
-    assert carry_alone(checks, WAIT_S) == (DIGEST, "bucket 1")
+    assert carry_alone(kind, checks, WAIT_S) == (DIGEST, "bucket 1")
     assert checks.arrived == [0, 1, 2, 3, 4]
 
 
-def test_a_check_that_does_not_end_fails_the_transfer_at_its_deadline():
+@KINDS
+def test_a_check_that_does_not_end_fails_the_transfer_at_its_deadline(kind):
     never = ThreadEvent()
-    cause, message = carry_alone(lambda index, bucket: partial(never.wait, WAIT_S), 1.5)
+    cause, message = carry_alone(kind, lambda index, bucket: partial(never.wait, WAIT_S), 1.5)
     never.set()
     assert (cause, message) == (TRANSPORT, "the buckets were not verified in time")
 
 
-def test_buckets_without_checks_are_carried():
-    assert carry_alone(lambda index, bucket: None, WAIT_S) == ("", "")
+@KINDS
+def test_buckets_without_checks_are_carried(kind):
+    assert carry_alone(kind, lambda index, bucket: None, WAIT_S) == ("", "")
 
 
 class ScriptedTransport:
@@ -295,13 +314,13 @@ class ScriptedTransport:
     def form(self, group: Group, until: float) -> None:
         return
 
-    def start(self, bucket: torch.Tensor, until: float) -> ScriptedBroadcast:
+    def start(self, bucket: torch.Tensor, until: float, name: str = "") -> ScriptedBroadcast:
         assert int(bucket[0]) != 3, "goes on after a failure"
         self.under_way.append(int(bucket[0]))
         self.most_under_way = max(self.most_under_way, len(self.under_way))
         return ScriptedBroadcast(self, int(bucket[0]))
 
-    def broadcast(self, bucket: torch.Tensor, until: float) -> None:
+    def broadcast(self, bucket: torch.Tensor, until: float, name: str = "") -> None:
         self.start(bucket, until).wait()
 
     def abort(self) -> None:
@@ -324,7 +343,7 @@ class ScriptedBroadcast:
 
 def test_a_transfer_that_fails_leaves_no_broadcast_behind_and_tells_the_first_failure():
     transport, ends = ScriptedTransport(), queue.Queue[tuple[str, str]]()
-    transfers = TransferExecutor(CLOCK, lambda: transport)
+    transfers = TransferExecutor(CLOCK, lambda _: transport)
     order = TransferOrder(1, 1, Group(1, 0, 2, "127.0.0.1", 1), frozenset({1}), WAIT_S)
     buckets = [bucket_of(10, index) for index in range(5)]
     transfers.carry(order, buckets, lambda *_: None, lambda order, cause, message: ends.put((cause, message)))
@@ -333,8 +352,9 @@ def test_a_transfer_that_fails_leaves_no_broadcast_behind_and_tells_the_first_fa
     transfers.close()
 
 
-def test_an_error_that_nobody_foresaw_ends_the_transfer_with_its_cause():
+@KINDS
+def test_an_error_that_nobody_foresaw_ends_the_transfer_with_its_cause(kind):
     def after_bucket(index: int, bucket: torch.Tensor) -> None:
         raise MemoryError("no memory is left")
 
-    assert carry_alone(after_bucket, WAIT_S) == (TRANSPORT, "no memory is left")
+    assert carry_alone(kind, after_bucket, WAIT_S) == (TRANSPORT, "no memory is left")

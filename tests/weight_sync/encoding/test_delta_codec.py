@@ -7,12 +7,13 @@ import torch
 
 from asyncrl.core.errors import SyncError
 from tests.weight_sync.protocol.world import World
-from weight_sync.encoding.delta_codec import HEAD, WHOLE, DeltaReceiver, DeltaSender
+from weight_sync.encoding.delta_codec import HEAD, WHOLE, DeltaNames, DeltaReceiver, DeltaSender
 from weight_sync.encoding.sparse import Code
 
 BASE = torch.arange(256, dtype=torch.uint8)
 NEW = BASE.clone()
 NEW[10] = 99
+NAMES = DeltaNames(["a"], 1)
 
 
 class Line:
@@ -22,13 +23,13 @@ class Line:
         self.sent = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in sent if data]
         self._is_sending = not sent
 
-    def broadcast(self, bucket: torch.Tensor, until: float) -> None:
+    def broadcast(self, bucket: torch.Tensor, until: float, name: str = "") -> None:
         if self._is_sending:
             self.sent.append(bucket.clone())
         else:
             bucket.copy_(self.sent.pop(0))
 
-    def start(self, bucket: torch.Tensor, until: float) -> Line:
+    def start(self, bucket: torch.Tensor, until: float, name: str = "") -> Line:
         self.broadcast(bucket, until)
         return self
 
@@ -41,21 +42,21 @@ class Line:
 
 def send(base: torch.Tensor | None) -> Line:
     line = Line()
-    DeltaSender([base] if base is not None else None, [2]).carry(line, 0, NEW, 0.0)
+    DeltaSender([base] if base is not None else None, [2], NAMES).carry(line, 0, NEW, 0.0)
     return line
 
 
 @pytest.mark.parametrize("base", [BASE, None, ~BASE, NEW])
 def test_a_bucket_arrives_whatever_the_sender_s_base_is(base):
     line, bucket = send(base), torch.zeros(256, dtype=torch.uint8)
-    receiver = DeltaReceiver([base] if base is not None else None)
+    receiver = DeltaReceiver([base] if base is not None else None, NAMES)
     receiver.carry(line.turn_round(), 0, bucket, 0.0)
     assert torch.equal(bucket, NEW)
 
 
 def test_a_receiver_without_the_base_takes_what_comes_and_keeps_in_step():
     line, bucket = send(BASE).turn_round(), torch.zeros(256, dtype=torch.uint8)
-    receiver = DeltaReceiver(None)
+    receiver = DeltaReceiver(None, NAMES)
     receiver.carry(line, 0, bucket, 0.0)
     assert not line.sent
     assert not torch.equal(bucket, NEW)
@@ -63,7 +64,7 @@ def test_a_receiver_without_the_base_takes_what_comes_and_keeps_in_step():
 
 def test_a_difference_that_is_none_is_left_to_the_digest():
     line, bucket = Line(HEAD.pack(Code.GAPS, 2, 7, 3), b"abc"), torch.zeros(256, dtype=torch.uint8)
-    receiver = DeltaReceiver([BASE])
+    receiver = DeltaReceiver([BASE], NAMES)
     receiver.carry(line, 0, bucket, 0.0)
     assert not line.sent
     assert torch.equal(bucket, BASE)
@@ -76,7 +77,7 @@ def test_a_difference_that_is_none_is_left_to_the_digest():
 def test_a_head_that_promises_what_cannot_be_is_refused_before_anything_is_taken(head):
     line = Line(HEAD.pack(*head), b"x")
     with pytest.raises(SyncError, match="bucket 0 has a head"):
-        DeltaReceiver([BASE]).carry(line, 0, torch.zeros(256, dtype=torch.uint8), 0.0)
+        DeltaReceiver([BASE], NAMES).carry(line, 0, torch.zeros(256, dtype=torch.uint8), 0.0)
     assert len(line.sent) == 1
 
 

@@ -18,10 +18,15 @@ class WeightSyncSection(Section):
     loads, and then one every `probe_every` steps, and serves them only if its engine's log-probs have changed
     alike; 0 is never. With `encoding: delta` receivers that hold the version before get what has changed,
     where that is shorter; publisher and receivers keep one version more in shared memory for it.
+
+    With a `folder` that both sides reach, replicas on other hosts than the learner's read versions there
+    (`auto`), or all do (`folder`); objects are encrypted. For an object store install its fsspec package.
     """
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Transport of weights; auto is gloo. NCCL is not there yet."""
+    backend: Literal["auto", "gloo", "folder", "nccl"] = "auto"
+    """Transport of weights; auto is gloo, and `folder` for replicas on other hosts. NCCL is not there yet."""
+    folder: Annotated[str | None, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s?#]+$")] = None
+    """URL for fsspec where replicas without a common network read weights. For example: s3://bucket/run"""
     parallelism: Count = 1
     """[replicas] Replicas that load a version at once; the others continue to generate."""
     deadline_s: Seconds = 60.0
@@ -32,6 +37,11 @@ class WeightSyncSection(Section):
     """[steps] Steps between versions whose log-probs are checked by replicas; 0 for never."""
     encoding: Literal["full", "delta"] = "full"
     """Whether all weights are sent, or only differences."""
+
+    @property
+    def all_by_folder(self) -> bool:
+        """Whether replicas beside the publisher read the folder too."""
+        return self.backend == "folder"
 
     @property
     def uses_delta(self) -> bool:

@@ -21,6 +21,7 @@ from asyncrl.planner.plan.checks import (
     NOT_CHECKED_ELSEWHERE,
     PORTABLE_CHECKS,
     SIZE_CHECKS,
+    check_folder,
     check_journal,
     count_nodes,
     find_notes,
@@ -65,6 +66,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     machine.check_host,
     check_sinks,
     check_journal,
+    check_folder,
     *SIZE_CHECKS,
 )
 THIS_MACHINE, ANY_NODE = "this machine", "any node of the Ray cluster"
@@ -174,8 +176,13 @@ def _check(config: Config, checks: Sequence[Callable[[Config], Iterator[str]]]) 
 
 
 def choose_backend(config: Config) -> Choice:
-    """Return how weights travel: over gloo, as NCCL is refused."""
-    is_set = config.weight_sync.backend == "gloo"
+    """Return how weights travel: over gloo, as NCCL is refused, or through a folder."""
+    section = config.weight_sync
+    if section.all_by_folder:
+        return Choice("folder", f"each replica reads {section.folder}")
+    if section.folder is not None:
+        return Choice("gloo and folder", f"replicas on other hosts than this read {section.folder}")
+    is_set = section.backend == "gloo"
     why = "publisher and receivers have no GPU, which NCCL would need"
     return Choice("gloo", "weight_sync.backend says so" if is_set else why)
 

@@ -329,6 +329,7 @@ EFFECTS: tuple[tuple[str, Look, Any, Changes], ...] = (
     ("learner.deterministic", services, True, GPUS),
     ("learner.steps", rates, 100, {"learner.lr_schedule": "cosine"}),
     ("weight_sync.backend", plan, "gloo", GPUS),
+    ("weight_sync.folder", plan, "memory://bucket", {}),
     ("weight_sync.parallelism", sync, 3, {}),
     ("weight_sync.deadline_s", sync, 9.0, {}),
     ("weight_sync.encoding", sync, "delta", {}),
