@@ -14,8 +14,7 @@ from asyncrl.core.config.gpus import memory_share
 from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config
 from asyncrl.core.variants import rewards
-from asyncrl.planner.hardware import ASSUMED
-from asyncrl.planner.rates import Rates
+from asyncrl.planner.rates import ASSUMED, Rates
 
 if TYPE_CHECKING:
     from asyncrl.planner.setting import Setting
@@ -47,6 +46,8 @@ def _find_in_rollout(config: Config, setting: Setting, rates: Rates) -> Iterator
         yield f"rollout.replicas {bounds}: what the autoscaler decides; the fleet stays at {setting.replicas}"
     if setting.cohort > 1:
         yield f"rollout.replicas {setting.replicas}: a receiver for each; {setting.cohort} of them share one"
+    if config.weight_sync.folder is not None:
+        yield "weight_sync.folder: each replica's own pace; all receive a version together"
     if config.algorithm.drop_constant_groups and not setting.zero_variance_share:
         yield "algorithm.drop_constant_groups: groups dropped for equal rewards; their share counts as 0"
     if rollout.response_tokens and config.eval.every_steps:

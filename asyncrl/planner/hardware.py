@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
-from asyncrl.planner.rates import Rates
+from asyncrl.planner.plan.footprint.shared_memory import count_weights
+from asyncrl.planner.plan.footprint.version_cost import ASSUMED_WEIGHTS, VersionCost
+from asyncrl.planner.rates import ASSUMED, Rates
 
 GIGA, TERA = 1e9, 1e12
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -27,15 +29,10 @@ WRITE_BYTES_PER_S = 0.5 * GIGA
 """Of each rank, to the host and to disk."""
 MOMENT_BYTES, MAIN_BYTES = 8, 4
 """Of each weight in a checkpoint: AdamW's two moments, and the float32 copy of a 16-bit weight."""
-PUBLISH_BYTES_PER_S = 10 * GIGA
-TRANSFER_BYTES_PER_S = 8 * GIGA
-SWAP_BYTES_PER_S = 20 * GIGA
-SWAP_S = 0.2
 REPLICA_START_S = 60.0
 BACKWARD_FORWARDS = 4.0
 """Forward passes that forward and backward with recomputed activations are worth."""
 POINTS = (1, 4, 16, 64, 128, 256, 512, 1024)
-ASSUMED = "assumed, not measured"
 
 
 @dataclass(frozen=True)
@@ -87,6 +84,8 @@ def assume_rates(config: Config, size: ModelSize, kind: str, mean_tokens: float)
 
     looks_back = config.algorithm.prox != "behaviour"
     forwards = BACKWARD_FORWARDS + looks_back + (config.algorithm.kl.coef > 0)
+    version_bytes = (count_weights(config.model.path) or size.num_weights) * item
+    version = VersionCost.of(config, version_bytes)
     saved_bytes = size.num_weights * (item + MOMENT_BYTES + (MAIN_BYTES if item < MAIN_BYTES else 0))
     return Rates(
         decode=tuple((float(n), n / step_s(n)) for n in POINTS),
@@ -96,10 +95,10 @@ def assume_rates(config: Config, size: ModelSize, kind: str, mean_tokens: float)
         part_s=LEARNER_PART_S,
         checkpoint_s=saved_bytes / num_ranks / COPY_BYTES_PER_S,
         checkpoint_write_s=saved_bytes / num_ranks / WRITE_BYTES_PER_S,
-        publish_s=model_bytes / PUBLISH_BYTES_PER_S,
-        transfer_s=model_bytes / TRANSFER_BYTES_PER_S,
-        version_bytes=float(model_bytes),
-        swap_s=SWAP_S + model_bytes / max(1.0, num_gpus) / SWAP_BYTES_PER_S,
+        publish_s=version.export_s(ASSUMED_WEIGHTS),
+        transfer_s=version.transfer_s(ASSUMED_WEIGHTS),
+        version_bytes=float(version_bytes),
+        swap_s=version.load_s(ASSUMED_WEIGHTS),
         start_s=REPLICA_START_S,
         source=f"{kind}, {ASSUMED}",
         notes={"assumption": f"{kind}: {gpu.tflops:g} TFLOP/s, {gpu.gb_per_s:g} GB/s, MFU {MFU:g}"},

@@ -13,6 +13,9 @@ from typing import Any
 
 from asyncrl.core.errors import ConfigError
 
+ASSUMED = "assumed, not measured"
+"""Ends the source of rates that nobody has measured."""
+
 
 @dataclass(frozen=True)
 class Rates:

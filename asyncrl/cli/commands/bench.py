@@ -74,6 +74,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     "weight_sync_publish": Benchmark(
         "weight_sync.publish", "Measure how long a learner stands still to publish."
     ),
+    "weight_sync_plan": Benchmark(
+        "weight_sync.planned", "Compare real transfers with what `asyncrl plan` says of them."
+    ),
     "scale": Benchmark(
         "fleet.scale", "Measure one to three live replicas, and the control plane under up to 4,096 of them."
     ),

@@ -22,6 +22,7 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.planner import plan
 from asyncrl.planner.plan.footprint.memory import HOST
 from asyncrl.planner.plan.footprint.shared_memory import SHM_DIR, free_bytes
+from asyncrl.planner.rates import ASSUMED
 
 GB = 10**9
 NO_DIFFERENCE = "nothing differs"
@@ -111,6 +112,7 @@ def _lines(found: plan.Plan) -> Iterator[str]:
     yield f"  {flight.sequences} sequences at once in the engines"
     yield "weights"
     yield f"  {found.weight_sync.backend}: {found.weight_sync.why}"
+    yield from _indent(align(list(_version_rows(found))))
     yield "derived"
     yield from _indent(align([(one.name, _show(one.value), one.rule) for one in found.derived]))
     if found.notes:
@@ -119,6 +121,17 @@ def _lines(found: plan.Plan) -> Iterator[str]:
     if found.not_checked:
         yield "not checked"
         yield from _indent(found.not_checked)
+
+
+def _version_rows(found: plan.Plan) -> Iterator[tuple[str, ...]]:
+    """Yield what one version costs, with assumed rates, and the memory for it."""
+    for stage in found.version:
+        yield stage.name, f"{stage.seconds:.3g} s", f"{stage.num_bytes / GB:.3g} GB", stage.rule
+    if found.version and found.shared_memory is not None:
+        room = f"{found.shared_memory.num_bytes / GB:.3g} GB"
+        yield "host memory", "", room, found.shared_memory.rule
+        yield "GPU memory", "", "0 GB", "loads go into the weights that the engine has"
+        yield "rates", "", "", ASSUMED
 
 
 def _memory_rows(found: plan.Plan) -> Iterator[tuple[str, ...]]:

@@ -285,7 +285,7 @@ def _lines(
             f"{base.dropped_groups:.2%} of the groups dropped",
         ],
         ["buffer", f"{base.buffer_load:.1%} of one thread", f"{base.buffer_ops_per_s:.4g} requests/s"],
-        ["weight sync", f"{base.spread_s:.3g} s", "from a publish to its last replica"],
+        ["weight sync", f"{base.spread_s:.3g} s from a publish to its last replica", _tell_stages(rates)],
         *_rows_of_interruptions(base, setting),
         *(["memory", *room.tell()] for room in rooms),
     ]
@@ -293,6 +293,10 @@ def _lines(
     head = f"rates: {rates.source}; answers: {answers}"
     swept = _table_of(choices) if choices else [NO_SWEEP]
     return [head, *align(rows), "", *swept, "", *words]
+
+
+def _tell_stages(rates: Rates) -> str:
+    return f"export {rates.publish_s:.3g} s, transfer {rates.transfer_s:.3g} s, load {rates.swap_s:.3g} s"
 
 
 def _rows_of_interruptions(base: Outcome, setting: Setting) -> list[list[str]]:

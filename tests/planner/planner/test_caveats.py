@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from asyncrl.cli.app import app
 from asyncrl.cli.reports.prediction import read_rates
 from asyncrl.planner.caveats import find_caveats
-from asyncrl.planner.hardware import ASSUMED
-from asyncrl.planner.rates import Rates
+from asyncrl.planner.rates import ASSUMED, Rates
 from asyncrl.planner.setting import Setting
 from tests.planner.planner.runs import SETTINGS, make_config
 
@@ -56,6 +55,11 @@ def test_nothing_is_said_of_what_is_simulated(settings):
         (("rollout.gpus=0",), FULL, "rollout.gpus 0: cores that learner and engines share"),
         (("learner.gpus=0",), FULL, "learner.gpus 0: cores that learner and engines share"),
         (("learner.gpus=0.5", "rollout.gpus=0.5"), FULL, "learner.gpus 0.5, rollout.gpus 0.5: GPU time"),
+        (
+            ("weight_sync.folder=memory://x", "weight_sync.backend=auto"),
+            FULL,
+            "weight_sync.folder: each replica's own pace",
+        ),
         (("algorithm.drop_constant_groups=true",), FULL, "algorithm.drop_constant_groups: groups dropped"),
         (("rollout.kv_cache=recompute",), GUESS, "rollout.kv_cache recompute: KV cache of"),
         (("rollout.engine=vllm",), PRICED, "rollout.prefix_caching: each of 4 answers computes its prompt"),

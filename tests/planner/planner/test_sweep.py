@@ -13,7 +13,8 @@ from asyncrl.cli.reports.prediction import Asked, print_comparison, read_rates
 from asyncrl.core.config.load import dump_resolved
 from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.errors import ConfigError, DataError
-from asyncrl.planner.hardware import ASSUMED, GPUS, assume_rates
+from asyncrl.planner.hardware import GPUS, assume_rates
+from asyncrl.planner.rates import ASSUMED
 from asyncrl.planner.sweep import Choice, recommend, sweep
 from tests.planner.planner.runs import RATES, SETTINGS, make_config, make_setting, rows_of, run
 

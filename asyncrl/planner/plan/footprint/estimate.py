@@ -31,6 +31,7 @@ from asyncrl.planner.plan.derived import Derived, InFlight
 from asyncrl.planner.plan.footprint import shared_memory
 from asyncrl.planner.plan.footprint.memory import Part
 from asyncrl.planner.plan.footprint.shared_memory import SharedMemory
+from asyncrl.planner.plan.footprint.version_cost import ASSUMED_WEIGHTS, Stage, VersionCost
 from asyncrl.planner.plan.prepare import is_builtin
 from asyncrl.planner.plan.sources import check_sources
 
@@ -120,6 +121,7 @@ class Plan:
     shared_memory: SharedMemory | None
     not_checked: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    version: tuple[Stage, ...] = ()
 
     @property
     def num_processes(self) -> int:
@@ -172,7 +174,15 @@ def _check(config: Config, checks: Sequence[Callable[[Config], Iterator[str]]]) 
         shared_memory=shared_memory.count(config, receivers),
         not_checked=tuple(find_unchecked(config)),
         notes=tuple(find_notes(config)),
+        version=tuple(find_stages(config)),
     )
+
+
+def find_stages(config: Config) -> Iterator[Stage]:
+    """Yield what a version of the model costs, stage by stage; nothing of one whose size is not known."""
+    at_publisher = shared_memory.count(config, 0)
+    if at_publisher is not None:
+        yield from VersionCost.of(config, at_publisher.version_bytes).stages(ASSUMED_WEIGHTS)
 
 
 def choose_backend(config: Config) -> Choice:
