@@ -20,8 +20,6 @@ from weight_sync.protocol.messages import ReceiverHello, Withdraw
 from weight_sync.protocol.round_manager import RoundManager
 from weight_sync.protocol.rounds import (
     DIGEST,
-    STORE,
-    SUPERSEDED,
     TRANSPORT,
     Lane,
     Order,
@@ -344,10 +342,8 @@ class Coordination:
         """
         round_ = self._rounds.find(round_id)
         if round_ is not None:
-            if round_.sender is Sender.PENDING and cause.startswith(STORE):
-                self._rounds.lose_store(round_, cause, now)
-            elif round_.sender is Sender.PENDING:
-                self._rounds.break_up(round_, SUPERSEDED if cause == SUPERSEDED else TRANSPORT, now)
+            if round_.sender is Sender.PENDING:
+                self._rounds.fail_to_send(round_, cause, now)
             self._rounds.hear_publisher(round_, math.inf if begun_s < 0 else now - begun_s)
         self._note_change(now)
 

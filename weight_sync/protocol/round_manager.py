@@ -13,7 +13,7 @@ import msgspec
 
 from asyncrl.core.staleness import UNLOADED
 from weight_sync.protocol.failure_attribution import FailureAttribution
-from weight_sync.protocol.members import Member, MemberState
+from weight_sync.protocol.members import Member, MemberState, PublisherInfo
 from weight_sync.protocol.messages import Abort, Close, Offer, Transfer
 from weight_sync.protocol.rounds import (
     DEADLINE,
@@ -23,6 +23,8 @@ from weight_sync.protocol.rounds import (
     PUBLISHER_LOST,
     SILENT,
     STORE,
+    SUPERSEDED,
+    TRANSPORT,
     GroupCache,
     Lane,
     Part,
@@ -172,10 +174,12 @@ class RoundManager:
         for name in round_.those(Part.OFFERED, Part.ACCEPTED):
             self.set_part(round_, name, Part.FAILED)
 
-    def lose_store(self, round_: Round, cause: str, now: float) -> None:
-        """End a round whose version the publisher could not store; it is blamed, and no member."""
-        self.break_up(round_, cause, now)
-        self._state.blame_publisher(cause, round_)
+    def fail_to_send(self, round_: Round, cause: str, now: float) -> None:
+        """End a round that the publisher could not send; for its store it is blamed, and no member."""
+        is_store = cause.startswith(STORE)
+        self.break_up(round_, cause if is_store or cause == SUPERSEDED else TRANSPORT, now)
+        if is_store:
+            self._state.blame_publisher(cause, round_)
 
     # --- start --------------------------------------------------------------------------------------
 
@@ -247,23 +251,14 @@ class RoundManager:
         round_.phase, round_.receivers = Phase.TRANSFER, tuple(names)
         round_.until = max(end, now + state.timing.settle_s)
         is_by_folder = round_.lane is Lane.FOLDER
-        round_.membership = state.next_id() if is_by_folder else self._find_group(names)
-        transfer = Transfer(
-            round=round_.id,
-            number=round_.version.number,
-            membership=round_.membership,
-            rank=0,
-            world=len(names) + 1,
-            store_host=state.publisher.store_host,
-            store_port=state.publisher.store_port,
-            live=tuple(self.groups.live(other.membership for other in self.active.values())),
-            deadline_s=round_.until - now,
-            base=self._base_of(names, round_.version.number),
-            folder=f"{state.publisher.folder}/{round_.version.number}" if is_by_folder else "",
-            afresh=is_by_folder and any(state.members[name].num_failures for name in names),
-        )
-        state.order(PUBLISHER, transfer)
-        round_.transfer = transfer
+        key = tuple((name, state.members[name].incarnation) for name in names)
+        found = None if is_by_folder else self.groups.find(key)
+        round_.membership = found or state.next_id()
+        if found is None and not is_by_folder:
+            self.groups.add(key, round_.membership)
+        live = tuple(self.groups.live(other.membership for other in self.active.values()))
+        round_.transfer = _transfer_of(state, state.publisher, round_, live, now)
+        state.order(PUBLISHER, round_.transfer)
         if not is_by_folder:
             self.start_receiving(round_, now)
 
@@ -276,24 +271,13 @@ class RoundManager:
                 self.set_part(round_, name, Part.RECEIVING)
                 self._state.order(name, msgspec.structs.replace(transfer, rank=rank))
 
-    def _find_group(self, names: list[str]) -> int:
-        """Return the number of the group of these members, an open one if there is one."""
-        key = tuple((name, self._state.members[name].incarnation) for name in names)
-        return self.groups.find(key) or self.groups.add(key, self._state.next_id())
-
-    def _base_of(self, names: list[str], number: int) -> int:
-        """Return the version that all of `names` hold and differences may be to; 0 for whole buckets."""
-        bases = {self._state.members[name].base for name in names}
-        base = bases.pop() if len(bases) == 1 and self._state.uses_delta else UNLOADED
-        return base if base < number else UNLOADED
-
     def _progress_transfer(self, round_: Round, now: float) -> None:
         if now >= round_.silent_at:
             self._leave_out_silent(round_, now)
             self._note_heard(round_)
         if now >= round_.until:
             if round_.has(Part.ACCEPTED):
-                self.lose_store(round_, f"{STORE}: the publisher had not stored all in time", now)
+                self.fail_to_send(round_, f"{STORE}: the publisher had not stored all in time", now)
             self.break_up(round_, DEADLINE, now)
         if round_.settle_until is not None and now >= round_.settle_until:
             self._end_settling(round_)
@@ -352,3 +336,32 @@ class RoundManager:
         else:
             self.last_round_s = now - round_.started
         self._attribution.judge(round_, now)
+
+
+def _transfer_of(
+    state: CoordinationState, publisher: PublisherInfo, round_: Round, live: tuple[int, ...], now: float
+) -> Transfer:
+    """Return the order of a round's transfer to the publisher."""
+    members, number = [state.members[name] for name in round_.receivers], round_.version.number
+    is_by_folder = round_.lane is Lane.FOLDER
+    return Transfer(
+        round=round_.id,
+        number=number,
+        membership=round_.membership,
+        rank=0,
+        world=len(members) + 1,
+        store_host=publisher.store_host,
+        store_port=publisher.store_port,
+        live=live,
+        deadline_s=round_.until - now,
+        base=_base_of(state, members, number),
+        folder=f"{publisher.folder}/{number}" if is_by_folder else "",
+        afresh=is_by_folder and any(member.num_failures for member in members),
+    )
+
+
+def _base_of(state: CoordinationState, members: list[Member], number: int) -> int:
+    """Return the version that all hold and differences may be to; 0 for whole buckets."""
+    bases = {member.base for member in members}
+    base = bases.pop() if len(bases) == 1 and state.uses_delta else UNLOADED
+    return base if base < number else UNLOADED
