@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 MAX_TOKENS = 64
+GRAD_CLIP = 0.01
+"""Every gradient is larger."""
 TIMEOUT_S = 300.0
 WORDS: dict[str, dict[str, Any]] = {
     "te": {"kernels": "te"},
@@ -128,6 +130,7 @@ def open_as(model: Path, way: str, gpus: int, placement: Placement | None = None
 
     dtype, *words = way.split(":")
     changes: dict[str, Any] = {"dtype": dtype, "gpus": gpus, "max_tokens_per_microbatch": MAX_TOKENS}
+    changes["grad_clip"] = GRAD_CLIP
     for word in words:
         changes |= WORDS[word]
     make = Fsdp2Backend if changes.get("backend") == "fsdp2" else MegatronBackend

@@ -11,7 +11,7 @@ import torch
 from learner.megatron.optimizer.host import HostAdamW
 from tests.learner.parts.samples import save_model
 from tests.pretended_gpu.device.tensors import WAITS, to_gpu
-from tests.pretended_gpu.learner.steps import result, run_on_gpu
+from tests.pretended_gpu.learner.steps import GRAD_CLIP, result, run_on_gpu
 
 STEP_LINE = "megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py"
 SIZES = (5, 300, 1)
@@ -83,6 +83,7 @@ def test_weights_that_are_loaded_right_after_an_update_come_to_the_gpu(dtype: to
 def assert_same(ours: dict[str, Any], wanted: dict[str, Any], *parts: str) -> None:
     for part in ("metrics", *parts):
         assert ours[part] == wanted[part]
+    assert all(one["actor/grad_norm"] > GRAD_CLIP for one in wanted["metrics"]), "all are clipped"
     assert ours["exported"].keys() == wanted["exported"].keys()
     assert all(torch.equal(tensor, wanted["exported"][name]) for name, tensor in ours["exported"].items())
 
