@@ -43,7 +43,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2},
     "tp2": {"tp": 2},
 }
-"""Changes of a learner's section. `raised`: the optimizer goes to the host in the middle of the run; `once`:
+"""Changes of a learner's section. `raised`: memory runs out in the middle of the run; `once`:
 the run neither goes back nor resumes.
 """
 
@@ -88,7 +88,7 @@ def take_step(backend: Any, way: str) -> dict[str, Any]:
     found["metrics"] = train(backend, range(1))
     if "raised" in way:
         before = [weakref.ref(tensor) for tensor in tensors_of_adamw(backend)]
-        found["moved"] = [backend.raise_offload(), backend.raise_offload()]
+        run_out_of_memory(backend)
         gc.collect()
         found["left"] = (len(before), sum(one() is not None for one in before))
     WAITS.clear()
@@ -108,6 +108,18 @@ def take_step(backend: Any, way: str) -> dict[str, Any]:
     found["waits of a step"] = dict(WAITS)
     found["parameters"] = len(list(root(backend).parameters()))
     return found
+
+
+def run_out_of_memory(backend: Any) -> None:
+    """Have the guard make room, twice, for rows that are as long as a microbatch may be."""
+    from learner.guard.guard import UnstableTraining
+    from learner.guard.memory import GuardedModel
+
+    guarded, error = GuardedModel(backend), torch.OutOfMemoryError("pretended")
+    guarded._make_room([MAX_TOKENS], error, True)
+    assert backend.max_tokens_per_microbatch == MAX_TOKENS
+    with pytest.raises(UnstableTraining, match="as long as the longest row, do not fit"):
+        guarded._make_room([MAX_TOKENS], error, True)
 
 
 def tensors_of_adamw(backend: Any) -> list[torch.Tensor]:

@@ -119,11 +119,11 @@ def test_a_learner_trains_goes_back_and_resumes_with_its_optimizer_on_the_host_a
 
 
 @pytest.mark.long  # with the one above
-def test_an_optimizer_that_goes_to_the_host_in_the_middle_of_a_run_leaves_nothing_on_the_gpu(
+def test_an_optimizer_that_goes_to_the_host_when_memory_runs_out_leaves_nothing_on_the_gpu(
     folder: Path,
 ) -> None:
+    """The guard moves it where microbatches cannot be smaller, and gives up where that is done already."""
     found = result(folder, "bfloat16:raised")
-    assert found["moved"] == ["the optimizer and its state", ""]
     num_before, num_left = found["left"]
     assert num_before == 3 * found["parameters"] and num_left == 0
 
