@@ -119,9 +119,7 @@ class TrainingState:
             name, is_copy = names[parameter]
             owned = self._optimizer._get_model_param_range_map(parameter)["param"]
             yield Shard(
-                runs=rows.row_runs(
-                    name, parameter.shape, self._config, self._vocab_size, rows.tensor_rank()
-                ),
+                runs=rows.row_runs(name, parameter.shape, self._config, self._vocab_size, rows.tensor_rank()),
                 num_columns=parameter[0].numel(),
                 start=owned.start,
                 end=owned.end,
