@@ -170,6 +170,25 @@ def test_the_members_of_a_large_fleet_are_journalled_less_often(
     assert sum(picture.members["receiver.0"].version > 0 for picture in pictures) == num_pictures
 
 
+def test_a_poll_behind_one_that_was_answered_has_all_its_time(tmp_path: Path) -> None:
+    with serving(tmp_path) as (service, coordination, clock):
+        coordination.publisher_hello(PublisherInfo("p", "", 1, clock.now()), None, clock.now())
+        first = poll(service)
+        clock.advance(TIMING.poll_s / 2)
+        coordination.published(PolicyVersion(1, 0), clock.now())
+        service.end_turn()
+        [order] = first.answers[0][0]["orders"]
+        second = Asked("next_order", **ME, after=order["seq"])
+        service.handle(second)
+        service.end_turn()
+        clock.advance(TIMING.poll_s / 2)
+        service.tick(0.0)
+        assert not second.answers, "the first one would end now"
+        clock.advance(TIMING.poll_s / 2)
+        service.tick(0.0)
+        assert [answer["orders"] for answer, _ in second.answers] == [()]
+
+
 def test_a_successor_in_the_turn_of_its_forerunner_s_abort_is_ordered_nothing_of_it(tmp_path: Path) -> None:
     """It would answer that it had not begun to send, and be blamed for it."""
     with serving(tmp_path) as (service, coordination, clock):
