@@ -61,7 +61,7 @@ config = load_config(folder / "run.yaml")
 assert config.buffer.journal == "kept"
 open_journal(config.buffer, folder).close()
 assert (folder / "kept").read_text() == "by the new journal"
-assert not make_rules(config, 1, 1).never_again, "its past outlives the buffer"
+assert not make_rules(config, 1).never_again, "its past outlives the buffer"
 """
 ENGINE = """
 from rollout_service.engine.protocol import EngineVariant
