@@ -500,7 +500,7 @@ def test_a_publisher_that_found_nothing_of_its_forerunner_says_so_until_the_lear
         cluster.publisher.kill()
         segments.unlink_all(cluster.shm_prefix)
         cluster.start("publisher.0")
-        assert publisher_client.has_lost()
+        wait_until(publisher_client.has_lost, "the loss to be told, by a publisher that has begun to answer")
         publish(publisher_client, 2)
         assert not publisher_client.has_lost()
 
