@@ -20,10 +20,10 @@ from weight_sync.backends.store import Store
 from weight_sync.backends.tags import TaggedTransport
 from weight_sync.bounds import bounds_of
 from weight_sync.memory.pool import SegmentPool
-from weight_sync.memory.segments import SHM_DIR
+from weight_sync.memory.segments import SHM_DIR, mark_node
 from weight_sync.memory.staging_area import StagingArea
+from weight_sync.protocol.copies.slots import NUM_SLOTS
 from weight_sync.protocol.rounds import Timing
-from weight_sync.protocol.slots import NUM_SLOTS
 from weight_sync.publisher import Endpoint, PublisherService
 from weight_sync.receiving.inbound_rounds import OnBucket
 from weight_sync.receiving.receiver import ReceiverService, ignore_bucket
@@ -33,8 +33,14 @@ COORDINATOR = "weight_sync.0"
 STORE_TIMEOUT = timedelta(seconds=30)
 
 
-def build_publisher(context: ServiceContext, num_segments: int = NUM_SLOTS) -> PublisherService:
-    """Return the publisher; it runs on the host of the learner's rank 0."""
+def build_publisher(
+    context: ServiceContext, num_segments: int = NUM_SLOTS, node: str | None = None
+) -> PublisherService:
+    """Return the publisher; it runs on the host of the learner's rank 0.
+
+    Args:
+        node: Mark of its node, see `segments.mark_node`; it is looked for without one.
+    """
     address = context.addresses[COORDINATOR]
     host, uses_delta = reachable_host(address), context.config.weight_sync.uses_delta
     store = open_store(host, 0, STORE_TIMEOUT)
@@ -52,13 +58,21 @@ def build_publisher(context: ServiceContext, num_segments: int = NUM_SLOTS) -> P
         context.keys,
         bounds_of(context.config),
         folder.shelf if folder is not None else None,
+        _mark_of(context) if node is None else node,
     )
 
 
 def build_receiver(
-    context: ServiceContext, lost_s: float | None = None, on_bucket: OnBucket = ignore_bucket
+    context: ServiceContext,
+    lost_s: float | None = None,
+    on_bucket: OnBucket = ignore_bucket,
+    node: str | None = None,
 ) -> ReceiverService:
-    """Return the receiver `receiver.<n>`, which runs on the host of `rollout.<n>`."""
+    """Return the receiver `receiver.<n>`, which runs on the host of `rollout.<n>`.
+
+    Args:
+        node: As of the publisher.
+    """
     runtime = context.runtime
     make_private(SHM_DIR / context.shm_prefix)
     address, section = context.addresses[COORDINATOR], context.config.weight_sync
@@ -81,6 +95,7 @@ def build_receiver(
         keys=context.keys,
         bounds=bounds_of(context.config),
         by_folder=folder is not None,
+        node=_mark_of(context) if node is None else node,
     )
 
 
@@ -133,6 +148,10 @@ def transports_of(
         return TaggedTransport(transport, secret) if context.keys is not None else transport
 
     return make
+
+
+def _mark_of(context: ServiceContext) -> str:
+    return mark_node(context.shm_prefix, context.runtime.new_id())
 
 
 def _incarnation(runtime: Runtime) -> str:

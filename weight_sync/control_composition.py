@@ -20,6 +20,7 @@ def build_coordinator(context: ServiceContext, timing: Timing | None = None) -> 
         token=token,
         uses_delta=section.uses_delta,
         fences=read_fences(context.run_dir),
+        max_unavailable=section.max_unavailable,
     )
     bounds = bounds_of(context.config)
     place = (context.bind, context.server_keys, context.run_dir)

@@ -1,8 +1,8 @@
 """The publisher service, beside the learner's rank 0: keeps the newest version and sends it.
 
-Owns the segments, the store where groups meet, and the sending side of each group. Never makes the
-learner wait for a replica: a commit ends as soon as the version is current.
-The server's thread
+Owns the segments, the store where groups meet, and the sending side of each group. Receivers of its node map
+a version where it is. Never makes the learner wait for a replica: a commit ends as soon as the version is
+current. The server's thread
   consumes: the learner's calls, orders, ends of transfers   waits for: the same
   unblocked by: the same                                     produces: `published`, `sent`, `send_failed`
 """
@@ -95,6 +95,7 @@ class PublisherService:
         make_transport: Makes the transport of a membership.
         bounds: Limits of a version.
         shelf: What is stored in `weight_sync.folder`, if there is one.
+        node: As of `ReceiverService`.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class PublisherService:
         keys: RunKeys | None = None,
         bounds: VersionBounds = ANY_VERSION,
         shelf: Shelf | None = None,
+        node: str = "",
     ) -> None:
         self._shelf = shelf
         self._server = Server(runtime, bind, keys.server if keys else None, limits_of(bounds))
@@ -117,7 +119,7 @@ class PublisherService:
         self._pool = pool
         self._endpoint = endpoint
         self._transfers = TransferExecutor(runtime, make_transport)
-        self._incarnation = incarnation
+        self._incarnation, self._node = incarnation, node
         self._session = CoordinatorSession(
             runtime, coordinator_address, PUBLISHER, incarnation, self._introduce, self._deliver, client_keys
         )
@@ -201,6 +203,11 @@ class PublisherService:
     def _current_number(self) -> int:
         return self._current.version.number if self._current else UNLOADED
 
+    @property
+    def _shared_path(self) -> str:
+        """Name under which processes of this node may map the newest version."""
+        return self._pool.current.shared if self._pool.current else ""
+
     def _longest_s(self) -> float:
         """Return how long the longest transfer took, those included that run."""
         now, starts = self._clock.now(), list(self._transfer_starts.values())  # at once: any thread may ask
@@ -250,7 +257,7 @@ class PublisherService:
         self._pool.commit(asked.token, asked.path, manifest)
         if manifest != self._current:
             self._current, self._is_full = manifest, False
-            self._session.report(told.Published(), [data])
+            self._session.report(told.Published(self._shared_path), [data])
             self.counters["published"] += 1
         return Done()
 
@@ -262,6 +269,8 @@ class PublisherService:
             store_host=self._endpoint.store_host,
             store_port=self._endpoint.store_port,
             folder=self._shelf.place if self._shelf is not None else "",
+            node=self._node,
+            path=self._shared_path,
         )
         return Introduction(hello, [current.to_bytes()] if current else [])
 

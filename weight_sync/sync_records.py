@@ -38,6 +38,7 @@ class RoundRecord(_Entry, frozen=True, tag="round"):
         cause: Cause of its failure; empty without one.
         causes: Cause of failure by member.
         culprits: Members to which the failure is attributed.
+        holder: Process whose copy the members have mapped; empty if it was sent.
     """
 
     round: int
@@ -53,6 +54,7 @@ class RoundRecord(_Entry, frozen=True, tag="round"):
     culprits: Sequence[str]
     digest: str = ""
     version_bytes: int = 0
+    holder: str = ""
 
 
 class BlameRecord(_Entry, frozen=True, tag="blame"):

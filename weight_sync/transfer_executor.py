@@ -1,6 +1,7 @@
 """Transfer executor: sends or receives the buckets of a round in its own thread, over a cached group.
 
-Owns the cached transports of one peer, one per membership, and the threads that use them. A thread
+Owns the cached transports of one peer, one per membership, and the threads that use them, or that check a
+copy which is mapped. A thread
 that hangs holds its buffers until its operation's deadline and is never waited for.
 The transfer thread
   consumes: one transfer order    waits for: the other members, until the order's deadline; the next bucket
@@ -110,6 +111,27 @@ class TransferExecutor:
             done(order, cause, message)
 
         self._runtime.spawn(f"transfer-{order.round}", work)
+
+    def check(
+        self,
+        round_id: int,
+        buckets: Sequence[torch.Tensor],
+        after_bucket: AfterBucket,
+        done: Callable[[str, str], None],
+    ) -> None:
+        """Start to check `buckets` that are here already; `done` is called with cause and message."""
+
+        def work() -> None:
+            cause, message = "", ""
+            try:
+                for index, bucket in enumerate(buckets):
+                    if (check := after_bucket(index, bucket)) is not None:
+                        check()
+            except Exception as error:  # of any kind: whoever waits for this round must hear of its end
+                cause, message = DIGEST, str(error)
+            done(cause, message)
+
+        self._runtime.spawn(f"map-{round_id}", work)
 
     def abort(self, membership: int) -> None:
         """Give up the membership's transfer, as far as its transport can."""

@@ -269,7 +269,10 @@ class LearnerStatus(ServiceStatus, frozen=True, kw_only=True):
 
 
 class RoundStatus(Message, frozen=True, kw_only=True):
-    """A round under way: `seconds` since it began, and what became of it at each member."""
+    """A round under way: `seconds` since it began, and what became of it at each member.
+
+    `holder`: Process of the members' node whose copy they map; empty if bytes are sent.
+    """
 
     lane: str
     phase: str
@@ -277,6 +280,7 @@ class RoundStatus(Message, frozen=True, kw_only=True):
     membership: int
     seconds: float
     parts: Mapping[str, str]
+    holder: str = ""
 
 
 class MemberStatus(Message, frozen=True, kw_only=True):
@@ -287,6 +291,8 @@ class MemberStatus(Message, frozen=True, kw_only=True):
         served_alone: It is served in rounds of its own.
         error: Its last.
         silent_s: Since it was last heard; None where that was not asked.
+        mapped_from: Process of its node whose copy of the version it maps; empty if the bytes were sent to
+            it.
     """
 
     state: ServiceState
@@ -300,6 +306,7 @@ class MemberStatus(Message, frozen=True, kw_only=True):
     last_swap_s: float | None
     error: str
     silent_s: float | None = None
+    mapped_from: str = ""
 
 
 class CoordinatorStatus(ServiceStatus, frozen=True, kw_only=True):

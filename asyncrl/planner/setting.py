@@ -54,7 +54,7 @@ class Setting:
         ledger, fleet: The rules of the real ledger, and of the real fleet machine.
         num_samples: Requests of a group; `trained_samples` of them are trained.
         max_groups: That a replica works on, counted in unfinished samples.
-        parallelism: Replicas that swap at once.
+        parallelism: Replicas that swap at once; max_unavailable: or a share of them, if that is less.
         tightened_to: Another bound that is admitted under, as `asyncrl`'s control API sets it.
         zero_variance_share: Of the groups, those dropped at the buffer for equal rewards.
         streams: The learner takes a batch in parts of `least_part` groups and more.
@@ -78,6 +78,7 @@ class Setting:
     sync_deadline_s: float
     checkpoint_every: int
     checkpoints_kept: int
+    max_unavailable: float | None = None
     standby: int = 0
     fleet: FleetRules = field(default_factory=FleetRules)
     zero_variance_share: float = 0.0
@@ -133,6 +134,7 @@ class Setting:
             lengths=forced_lengths(config) or lengths or assumed_lengths(config),
             num_prompts=num_prompts,
             parallelism=config.weight_sync.parallelism,
+            max_unavailable=config.weight_sync.max_unavailable,
             sync_deadline_s=config.weight_sync.deadline_s,
             checkpoint_every=config.checkpoint.every_steps,
             checkpoints_kept=config.checkpoint.keep,

@@ -1,9 +1,9 @@
 """Cost of a weight sync, beside the cost of sending its bytes alone.
 
 Real services on loopback: a coordinator, a publisher, 1, 2 and 4 receivers, a learner's process that
-publishes; then receivers that join late. In turns with each sync, in the same run: bare gloo broadcasts
-of the same bytes in the same buckets, and tensor by tensor, between processes of their own; a memcpy; a
-plain copy by the learner.
+publishes; then receivers that join late. In turns with each sync, in the same run: the same by receivers that
+map the publisher's copy; bare gloo broadcasts of the same bytes in the same buckets, and tensor by tensor,
+between processes of their own; a memcpy; a plain copy by the learner.
 The full run adds a real vLLM engine: its pause against a local load of the same weights, and its speed
 while a transfer goes on. Every ratio is the median of the turns' ratios.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +103,16 @@ def measure_size(
 
     The first sync forms the group and is given alone; some more let every segment be touched once.
     """
-    fleet = Fleet(num_receivers, num_bytes, bucket_bytes, has_keys)
-    try:
+    with ExitStack() as stack:
+        fleet = stack.enter_context(closing(Fleet(num_receivers, num_bytes, bucket_bytes, has_keys)))
         fleet.attend()
         first = fleet.sync()
-        bare = BareGroup(num_receivers, num_bytes, bucket_bytes)
-        try:
-            turns = [_take_turn(fleet, bare) for _ in range(NUM_WARM_UP + num_turns)][NUM_WARM_UP:]
-        finally:
-            bare.close()
-    finally:
-        fleet.close()
+        mapping = stack.enter_context(
+            closing(Fleet(num_receivers, num_bytes, bucket_bytes, has_keys, maps=True))
+        )
+        mapping.attend()
+        bare = stack.enter_context(closing(BareGroup(num_receivers, num_bytes, bucket_bytes)))
+        turns = [_take_turn(fleet, mapping, bare) for _ in range(NUM_WARM_UP + num_turns)][NUM_WARM_UP:]
     return {
         "num_bytes": fleet.num_bytes,
         "num_receivers": num_receivers,
@@ -121,9 +121,10 @@ def measure_size(
     }
 
 
-def _take_turn(fleet: Fleet, bare: BareGroup) -> dict[str, float]:
-    sync = fleet.sync()
+def _take_turn(fleet: Fleet, mapping: Fleet, bare: BareGroup) -> dict[str, float]:
+    sync, mapped = fleet.sync(), mapping.sync()
     figures = {"transfer_s": sync.transfer_s, "publish_s": sync.publish_s, "ready_s": sync.ready_s}
+    figures |= {"mapped_s": mapped.transfer_s, "mapped_ready_s": mapped.ready_s}
     figures |= {f"{way}_s": bare.seconds(way) for way in WAYS}
     return {**figures, "copy_s": fleet.copy_s()}
 
@@ -147,10 +148,12 @@ def _describe_row(row: dict[str, Any], run: dict[str, Any]) -> Row:
         "of_bare_gloo": ("bucketed_s", "transfer_s"),
         "of_tensors": ("tensors_s", "transfer_s"),
         "of_memcpy": ("memcpy_s", "transfer_s"),
+        "mapped_of_copied": ("transfer_s", "mapped_s"),
         "stall": ("publish_s", "copy_s"),
     }
     samples: dict[str, Any] = {name: value for name, value in row.items() if not name.startswith("num_")}
     samples["gb_per_s"] = [row["num_bytes"] / seconds / 1e9 for seconds in row["transfer_s"]]
+    samples["mapped_gb_per_s"] = [row["num_bytes"] / seconds / 1e9 for seconds in row["mapped_s"]]
     for name, (above, below) in ratios.items():
         samples[name] = [a / b for a, b in zip(row[above], row[below], strict=True)]
     case = {"megabytes": round(row["num_bytes"] / MB), "receivers": row["num_receivers"], **run}
@@ -159,11 +162,22 @@ def _describe_row(row: dict[str, Any], run: dict[str, Any]) -> Row:
 
 def table(results: dict[str, Any]) -> str:
     """Return the ratios as text."""
-    names = ("GB/s", "of bare", "of tensors", "of memcpy", "bare GB/s", "stall/copy", "ready s", "first s")
+    names = (
+        "GB/s",
+        "mapped",
+        "of bare",
+        "of tensors",
+        "of memcpy",
+        "bare GB/s",
+        "stall/copy",
+        "ready s",
+        "first s",
+    )
     lines = [f"{'MB':>5} {'receivers':>9} " + " ".join(f"{name:>10}" for name in names)]
     lines += [_line(row) for row in results["rows"]]
     lines.append(
-        f"buckets of {results['bucket_bytes'] / (1 << 20):g} MiB; GB/s to each receiver, digests included"
+        f"buckets of {results['bucket_bytes'] / (1 << 20):g} MiB; GB/s to each receiver, copied and mapped, "
+        "digests included"
     )
     lines.append(_joiners_line(results["joiners"]))
     lines += [
@@ -180,6 +194,7 @@ def table(results: dict[str, Any]) -> str:
 def _line(row: dict[str, Any]) -> str:
     values = (
         _rate(row, "transfer_s"),
+        _rate(row, "mapped_s"),
         ratio(row, "bucketed_s", "transfer_s"),
         ratio(row, "tensors_s", "transfer_s"),
         ratio(row, "memcpy_s", "transfer_s"),

@@ -18,7 +18,7 @@ from asyncrl.buffer.learner_ops import LearnerOps
 from asyncrl.buffer.ledger.ledger import Ledger
 from tests.simulation.mutation import Mutant, Patch, always, mutated
 from weight_sync.coordination.order_queue import ReportLog
-from weight_sync.protocol.slots import Copies
+from weight_sync.protocol.copies.slots import Copies
 from weight_sync.receiving.replica_session import ReplicaSession
 from weight_sync.transfer_executor import TransferExecutor
 
@@ -90,9 +90,8 @@ UNIT_MUTANTS = (
     ),
 )
 UNIT_TESTS = {
-    "taken_twice": "tests/weight_sync/test_protocol_copies.py"
-    "::test_what_the_engine_serves_already_makes_room",
-    "untaken": "tests/weight_sync/test_protocol_copies.py"
+    "taken_twice": "tests/weight_sync/copies/test_slots.py::test_what_the_engine_serves_already_makes_room",
+    "untaken": "tests/weight_sync/copies/test_slots.py"
     "::test_what_is_given_up_makes_room_where_a_newer_one_is_here",
     "late_calls": "tests/weight_sync/protocol/test_late_calls.py"
     "::test_a_load_that_is_told_behind_a_later_one_is_not_believed",

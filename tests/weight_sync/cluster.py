@@ -96,6 +96,7 @@ class Role:
     lost_s: float = 2.0
     log_path: Path | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    node: str | None = None
 
 
 def serve(role: Role, test: Connection) -> None:
@@ -105,9 +106,9 @@ def serve(role: Role, test: Connection) -> None:
     if role.context.kind == "weight_sync":
         service: Any = control_composition.build_coordinator(role.context, role.timing)
     elif role.context.kind == "publisher":
-        service = composition.build_publisher(role.context, role.num_segments)
+        service = composition.build_publisher(role.context, role.num_segments, role.node)
     else:
-        service = composition.build_receiver(role.context, lost_s=role.lost_s, on_bucket=role.fault)
+        service = composition.build_receiver(role.context, role.lost_s, role.fault, role.node)
     test.send(service.status().address)
     threading.Thread(target=follow_test, args=(test, stop), daemon=True).start()
     service.run(stop)
@@ -201,7 +202,12 @@ class Child(Party):
 
 
 class Cluster:
-    """A coordinator, a publisher and receivers of one run."""
+    """A coordinator, a publisher and receivers of one run.
+
+    Args:
+        node_of: Returns the node's mark of a service; by default each is on a node of its own, so that bytes
+            are sent. None lets it look for one.
+    """
 
     def __init__(
         self,
@@ -216,7 +222,9 @@ class Cluster:
         run_id: str = "",
         keys: RunKeys | None = None,
         folder: str | None = None,
+        node_of: Callable[[str], str | None] = str,
     ) -> None:
+        self._node_of = node_of
         self._socket_dir = socket_dir
         self._lost_s = lost_s
         self.timing = timing
@@ -284,7 +292,14 @@ class Cluster:
         context = replace(self._context, name=name, addresses=addresses, bind=bind, config=config)
         log_path = self._socket_dir / f"{name}.log" if self._socket_dir else None
         role = Role(
-            context, self.timing, fault, self._num_segments, self._lost_s, log_path, environment or {}
+            context,
+            self.timing,
+            fault,
+            self._num_segments,
+            self._lost_s,
+            log_path,
+            environment or {},
+            self._node_of(name),
         )
         process, lifeline = fork(serve, role)
         assert lifeline.poll(WAIT_S), f"{name} did not start"

@@ -30,6 +30,7 @@ def _member_status(member: Member, now: float | None) -> MemberStatus:
         last_round_s=member.last_round_s,
         last_swap_s=member.last_swap_s,
         error=member.last_error,
+        mapped_from=member.mapped_from,
         silent_s=None if now is None else round(now - member.last_seen, 3),
     )
 
@@ -55,6 +56,7 @@ def _round_status(round_: Round, now: float) -> RoundStatus:
         membership=round_.membership,
         seconds=round(now - round_.started, 3),
         parts={name: part.value for name, part in round_.parts.items()},
+        holder=round_.holder,
     )
 
 
@@ -67,4 +69,6 @@ def publisher_info_of(hello: PublisherHello, now: float) -> PublisherInfo:
         now,
         started_ms=hello.started_ms,
         folder=hello.folder,
+        node=hello.node,
+        path=hello.path,
     )

@@ -240,7 +240,7 @@ class CoordinatorService:
                 version, num_bytes = self._take_manifest(request)
                 if version is None:
                     raise WireError("a version was published without a manifest")
-                coordination.published(version, now, num_bytes)
+                coordination.published(version, now, num_bytes, event.path)
             case wire.Sent():
                 coordination.sent(event.round, event.num_bytes, now)
             case wire.SendFailed():
@@ -265,11 +265,13 @@ class CoordinatorService:
                 coordination.restarted(name, event.serving, now)
             case wire.LoadEnded():
                 coordination.loaded(name, event.number, event.ok, event.error[: wire.MAX_TEXT], now)
+            case wire.Progress():
+                coordination.progressed(name, event.round, event.num_steps, now)
             case wire.Accepted():
                 coordination.accepted(name, event.round, now)
             case wire.Verified():
                 fault_point("coordinator.verified", event.number)
-                coordination.verified(name, event.round, event.number, now)
+                coordination.verified(name, event.round, event.number, now, event.path)
             case wire.Failed():
                 cause = event.cause[: wire.MAX_TEXT]
                 coordination.failed(name, event.round, cause, now, event.num_buckets)

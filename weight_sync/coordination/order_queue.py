@@ -1,4 +1,4 @@
-"""Orders on their way to peers, and the manifests that offers carry.
+"""Orders on their way to peers, and the manifests that some carry.
 
 Owns what was not acknowledged yet. Invariants: an order is kept until its peer acknowledges it with its
 next poll; what acknowledges an order of another coordinator acknowledges none of this one; a report that
@@ -16,7 +16,7 @@ import xxhash
 
 from asyncrl.core.rpc import Request
 from weight_sync.memory.manifest import Manifest
-from weight_sync.protocol.messages import NumberedOrder, Offer
+from weight_sync.protocol.messages import MapCopy, NumberedOrder, Offer
 from weight_sync.protocol.rounds import Order
 from weight_sync.protocol.state import ID_BITS
 
@@ -168,7 +168,7 @@ def fill(box: OrderQueue, versions: dict[int, KnownVersion]) -> tuple[tuple[Numb
     orders = []
     for seq, order in box.orders:
         frame = -1
-        if isinstance(order.what, Offer) and order.what.number in versions:
+        if isinstance(order.what, Offer | MapCopy) and order.what.number in versions:
             frame = len(frames)
             frames.append(versions[order.what.number].data)
         orders.append(NumberedOrder(seq, order.kind, order.fields, frame))

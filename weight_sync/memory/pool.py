@@ -1,7 +1,8 @@
-"""The publisher's segments, one in each of its slots (`protocol.slots`).
+"""The publisher's segments, one in each of its slots (`protocol.copies.slots`).
 
 Owns their files, and the fencing token of the learner that may write them.
-Invariant: names carry the fencing token and a serial number, so no two writers ever share a file.
+Invariants: names carry the fencing token and a serial number, so no two writers ever share a file; a segment
+that a process of the node has mapped is left to it, and its slot takes another one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from asyncrl.core.staleness import UNLOADED
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.publisher_state import Legacy, PublisherStateFile
-from weight_sync.protocol.slots import NUM_SLOTS, Slots
+from weight_sync.protocol.copies.slots import NUM_SLOTS, Slots
 
 NO_TOKEN = -1
 PREPARE_STEP_BYTES = 64 << 20
@@ -35,6 +36,7 @@ class Slot:
         manifest: Of the version it holds; None while it is empty or being written.
         num_transfers: Transfers that read it.
         bytes_B: The mapped file, once committed.
+        shared: Name under which processes of the node may map the version; empty while there is none.
     """
 
     path: str = ""
@@ -44,10 +46,16 @@ class Slot:
     manifest: Manifest | None = None
     num_transfers: int = 0
     bytes_B: torch.Tensor | None = None
+    shared: str = ""
 
     @property
     def number(self) -> int:
         return self.manifest.version.number if self.manifest else UNLOADED
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether a process of the node has mapped the version."""
+        return bool(self.shared) and segments.is_read(self.path, num_names=2)
 
 
 class SegmentPool(Slots[Slot]):
@@ -88,12 +96,14 @@ class SegmentPool(Slots[Slot]):
                 )
                 self._slots[0] = self.current = slot
                 kept.add(state_file.path)
-        for path in segments.find(self._prefix):
+        for path in segments.find_names(self._prefix):
             serial = path.rpartition("-")[2]
             if serial.isdigit():  # names are never used twice, even if the process's number is
                 self._serial = max(self._serial, int(serial))
             if path not in kept:
                 segments.unlink(path)
+        if self.current is not None:
+            self.current.shared = segments.share(self.current.path, self.current.number)
 
     @property
     def _base(self) -> str:
@@ -136,6 +146,7 @@ class SegmentPool(Slots[Slot]):
         slot = self.next_to_write()
         if slot is None:
             return None
+        self._withdraw(slot)
         slot.manifest = None
         self._fit(slot, num_bytes, ACQUIRE_STEP_BYTES)
         if slot.num_bytes != num_bytes:
@@ -181,6 +192,7 @@ class SegmentPool(Slots[Slot]):
         elif slot.num_bytes != manifest.total_bytes:
             raise SyncError(f"the segment {path} has {slot.num_bytes} bytes, wanted {manifest.total_bytes}")
         slot.num_bytes, slot.manifest, slot.is_writing = manifest.total_bytes, manifest, False
+        slot.shared = segments.share(path, slot.number)
         self.current = slot
         self._leave()
 
@@ -188,8 +200,24 @@ class SegmentPool(Slots[Slot]):
         """Unlink everything."""
         segments.unlink(str(self._state_file.path))
         for slot in self._slots:
-            if slot.path:
-                segments.unlink(slot.path)
+            self._remove(slot)
+
+    def _free_slot(self) -> Slot | None:
+        # One that nobody maps, or its memory would have to be reserved anew; the oldest, as for all slots.
+        return min(self._unused(), key=lambda slot: (slot.is_mapped, slot.number), default=None)
+
+    def _state_of(self, slot: Slot) -> str:
+        found = super()._state_of(slot)
+        return "mapped" if found == "free" and slot.is_mapped else found
+
+    def _withdraw(self, slot: Slot) -> None:
+        """Share the slot's version no more; a segment that somebody reads is left to the reader."""
+        if not slot.shared:
+            return
+        segments.unlink(slot.shared)
+        slot.shared = ""
+        if segments.is_read(slot.path):
+            slot.token = NO_TOKEN  # it gets another segment
 
     def _fit(self, slot: Slot, num_bytes: int, step_bytes: int) -> None:
         """Give the slot a segment of the current token that is up to `step_bytes` nearer to `num_bytes`."""
@@ -203,9 +231,13 @@ class SegmentPool(Slots[Slot]):
             segments.reserve(slot.path, slot.num_bytes, more)
             slot.num_bytes += more
 
+    def _remove(self, slot: Slot) -> None:
+        for path in filter(None, (slot.shared, slot.path)):
+            segments.unlink(path)
+        slot.shared = ""
+
     def _renew(self, slot: Slot) -> None:
-        if slot.path:
-            segments.unlink(slot.path)
+        self._remove(slot)
         self._serial += 1
         slot.path, slot.bytes_B, slot.num_bytes = "", None, 0
         slot.path = segments.create(f"{self._prefix}t{self.token}-{self._incarnation}-{self._serial}", 0)

@@ -1,19 +1,24 @@
 """A receiver's copies: one verified, one committed, one taken by the engine, and the room for more.
 
-Owns the staging segments and their reuse; `protocol.slots` decides which copy stands where.
-Invariant: a segment goes back to the free ones only when nobody writes to it and the engine does not read it.
+Owns the staging segments and their reuse; `protocol.copies.slots` decides which copy stands where. A copy is
+one of its own, which other receivers of the node may map, or one of theirs or of the publisher that it has
+mapped.
+Invariants: a segment goes back to the free ones only when nobody writes to it and the engine does not read
+it; none is written to that a process of the node has mapped.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 
+from asyncrl.core.errors import SyncError
 from asyncrl.core.staleness import UNLOADED
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Layout, Manifest
-from weight_sync.protocol.slots import Copies
+from weight_sync.protocol.copies.slots import Copies
 
 MAX_FREE = 2
 RESERVE_STEP_BYTES = 64 << 20
@@ -22,11 +27,12 @@ RESERVE_STEP_BYTES = 64 << 20
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """One version in one segment."""
+    """One version in one segment; `is_mapped`: of another process, while this copy is referred to."""
 
     manifest: Manifest
     path: str
     bytes_B: torch.Tensor
+    is_mapped: bool = False
 
     @property
     def number(self) -> int:
@@ -50,6 +56,7 @@ class StagingArea:
         self._base: Copy | None = None
         self._disowned: set[str] = set()
         self._num_reserved: dict[str, int] = {}
+        self._shared: dict[str, tuple[int, str]] = {}
         segments.unlink_all(prefix)
 
     @property
@@ -72,6 +79,11 @@ class StagingArea:
         """The version number that differences can be applied to; 0 for none."""
         return self._base.number if self._base else UNLOADED
 
+    @property
+    def shared(self) -> tuple[int, str]:
+        """The newest version that others of the node may map, and its segment's name for that; 0 for none."""
+        return max(self._shared.values(), default=(UNLOADED, ""))
+
     def find_base(self, number: int, layout: Layout) -> Copy | None:
         """Return the copy of version `number` if it is here and laid out like that."""
         base = self._base
@@ -84,17 +96,47 @@ class StagingArea:
         Raises:
             SyncError: There can be no such segment.
         """
-        for index, (path, bytes_B) in enumerate(self._free):
-            if bytes_B.numel() == manifest.total_bytes:
-                del self._free[index]
-                return Copy(manifest, path, bytes_B)
-        self._serial += 1
-        # No name twice, whoever has it: an engine that was told of a copy may come for it much later.
-        name = f"{self._prefix}{self._incarnation}-{self._serial}"
-        path = segments.create(name, manifest.total_bytes, is_reserved=False)
+        for free in [one for one in self._free if one[1].numel() == manifest.total_bytes]:
+            self._free.remove(free)
+            if self._withdraw(free[0]):
+                return Copy(manifest, *free)
+        path = segments.create(self._new_name(), manifest.total_bytes, is_reserved=False)
         self._num_reserved[path] = 0
         mapping = segments.attach(path, manifest.total_bytes)
         return Copy(manifest, path, torch.frombuffer(mapping, dtype=torch.uint8))
+
+    def map_shared(self, manifest: Manifest, shared: str) -> Copy:
+        """Return the copy that another process of the node shares as `shared`, to be verified where it is.
+
+        Raises:
+            SegmentGone: It is shared no more.
+            SyncError: It cannot be mapped, or is no segment of this run.
+        """
+        if os.path.dirname(shared) != os.path.dirname(segments.SHM_DIR / self._prefix):
+            raise SyncError(f"{os.path.basename(shared)} is not a segment of this run")
+        path = str(segments.SHM_DIR / self._new_name())
+        mapping = segments.map_shared(shared, path, manifest.total_bytes)
+        return Copy(manifest, path, torch.frombuffer(mapping, dtype=torch.uint8), is_mapped=True)
+
+    def _new_name(self) -> str:
+        self._serial += 1
+        # No name twice, whoever has it: an engine that was told of a copy may come for it much later.
+        return f"{self._prefix}{self._incarnation}-{self._serial}"
+
+    def _withdraw(self, path: str) -> bool:
+        """Share a free segment no more; return whether it may be written to. One that is read is removed."""
+        _, shared = self._shared.pop(path, (UNLOADED, ""))
+        if shared:
+            segments.unlink(shared)
+        if segments.is_read(path):
+            segments.unlink(path)
+            return False
+        return True
+
+    def _remove(self, path: str) -> None:
+        _, shared = self._shared.pop(path, (UNLOADED, ""))
+        for name in filter(None, (shared, path)):
+            segments.unlink(name)
 
     def reserve(self, copy: Copy) -> bool:
         """Reserve the next piece of a copy's memory; return whether it has all.
@@ -117,14 +159,14 @@ class StagingArea:
         """Nobody writes or reads the copy any more."""
         if copy is None or copy is self._base:
             return
-        if copy.path in self._disowned or copy.path in self._num_reserved:
+        if copy.is_mapped or copy.path in self._disowned or copy.path in self._num_reserved:
             self._disowned.discard(copy.path)
             self._num_reserved.pop(copy.path, None)
-            segments.unlink(copy.path)
+            self._remove(copy.path)
             return
         self._free.append((copy.path, copy.bytes_B))
         while len(self._free) > MAX_FREE:
-            segments.unlink(self._free.pop(0)[0])
+            self._remove(self._free.pop(0)[0])
 
     def abandon(self, round_id: int, copy: Copy) -> None:
         """The round was aborted, but a thread may still write into its copy."""
@@ -135,11 +177,21 @@ class StagingArea:
         self.give_back(self._abandoned.pop(round_id, None))
 
     def put_verified(self, copy: Copy) -> None:
-        """Keep a verified copy until its commit."""
+        """Keep a verified copy until its commit.
+
+        One that is mapped is no base of differences: that would keep another process's segment for long.
+            Segments
+        of its own that are free are let go of with it.
+        """
         if self._keeps_base:
-            base, self._base = self._base, copy
+            base, self._base = self._base, None if copy.is_mapped else copy
             if not self._copies.has(base):
                 self.give_back(base)
+        if copy.is_mapped:
+            while self._free:
+                self._remove(self._free.pop()[0])
+        elif shared := segments.share(copy.path, copy.number):
+            self._shared[copy.path] = copy.number, shared
         self._copies.put_verified(copy)
 
     def commit(self, number: int) -> None:

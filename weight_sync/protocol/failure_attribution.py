@@ -14,6 +14,7 @@ from weight_sync.protocol.rounds import (
     DEADLINE,
     DIGEST,
     LEFT,
+    OVERDUE,
     PUBLISHER_LOST,
     STORE,
     SUPERSEDED,
@@ -38,8 +39,11 @@ class FailureAttribution:
         self._state = state
 
     def judge(self, round_: Round, now: float) -> None:
-        """Decide about the members of a round that has ended, and put it on record."""
-        failed = [self._state.members[name] for name in round_.those(Part.FAILED)]
+        """Decide about the members of a round that has ended, and put it on record.
+
+        Nobody is blamed for a copy that could not be mapped: a transfer of the same version follows.
+        """
+        failed = [self._state.members[name] for name in round_.those(Part.FAILED) if not round_.is_mapped]
         explained = [member for member in failed if self._cause_of(member, round_) not in UNEXPLAINED]
         self._judge_explained(explained, round_, now)
         self._judge_rest([member for member in failed if member not in explained], round_, now)
@@ -69,7 +73,7 @@ class FailureAttribution:
             self._state.blame(members[0], f"{round_.broken_by or 'a failure'} without others", round_)
             self._state.back_off(members[0], now)
             members[0].part_from_others()
-        elif round_.broken_by == DEADLINE and round_.sender is Sender.SENT and round_.those(Part.VERIFIED):
+        elif round_.broken_by in OVERDUE and round_.sender is Sender.SENT and round_.those(Part.VERIFIED):
             for member in members:
                 self._state.blame(member, "late: all was sent, others were done", round_)
                 member.part_from_others()
@@ -109,4 +113,5 @@ def _record(round_: Round, now: float) -> RoundRecord:
         cause=(round_.broken_by or first) if is_failed else "",
         causes=causes,
         culprits=list(round_.culprits),
+        holder=round_.holder,
     )

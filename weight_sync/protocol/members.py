@@ -7,10 +7,11 @@ replica has spoken; RETIRED has no way out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from asyncrl.core.staleness import UNLOADED
+from weight_sync.protocol.rounds import Lane, Round
 
 
 class MemberState(StrEnum):
@@ -50,7 +51,7 @@ class PublisherInfo:
     Attributes:
         is_missed: It was blamed for its silence and has not been heard since.
         started_ms: As in `Hello`.
-        folder: As in `PublisherHello`.
+        folder, node, path: As in `PublisherHello`.
     """
 
     incarnation: str
@@ -60,6 +61,8 @@ class PublisherInfo:
     is_missed: bool = False
     started_ms: int = 0
     folder: str = ""
+    node: str = ""
+    path: str = ""
 
 
 @dataclass
@@ -74,7 +77,10 @@ class Member:
         is_attended: A replica has asked for weights, so a commit will be performed.
         is_unheard: It was DEAD and its replica has not reported since: the hello's statements about the
             replica are not trusted.
-        base, by_folder: As in `ReceiverHello`.
+        base, by_folder, node, shared, shared_path: As in `ReceiverHello`.
+        not_mapped: By incarnation of a process of its node, the newest version number that it could not map
+            from that; infinite if it can map none.
+        mapped_from: Process whose copy its newest version is; empty if that is its own.
         staging: Version number in transfer to it.
         staged: Verified version number that waits for its turn to swap.
         swapping: Version number that the engine was told to load.
@@ -97,6 +103,11 @@ class Member:
     started_ms: int = 0
     base: int = UNLOADED
     by_folder: bool = False
+    node: str = ""
+    shared: int = UNLOADED
+    shared_path: str = ""
+    not_mapped: dict[str, float] = field(default_factory=dict)
+    mapped_from: str = ""
     staging: int | None = None
     staged: int | None = None
     swapping: int | None = None
@@ -170,12 +181,12 @@ class Member:
         self.lone_rounds_left = min(MAX_LONE_ROUNDS, 2**self.num_parted)
         self.num_parted += 1
 
-    def note_transfer(self, is_lone: bool) -> None:
-        """A transfer to it has worked, without others or with them."""
-        self.num_failures = 0
-        if is_lone:
+    def note_arrival(self, round_: Round) -> None:
+        """A round has brought it a version, without others or with them, or by a copy of its node."""
+        self.num_failures, self.mapped_from = 0, round_.holder
+        if round_.lane is Lane.LONE:
             self.lone_rounds_left = max(0, self.lone_rounds_left - 1)
-        else:
+        elif not round_.is_mapped:
             self.num_parted = 0
 
     def forget_progress(self) -> None:

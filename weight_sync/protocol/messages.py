@@ -57,6 +57,8 @@ class ReceiverHello(Hello, frozen=True, kw_only=True):
         attended: A replica has asked it for weights. pinned: It is held at its version for an evaluation.
         base: Version number whose bytes it keeps, verified, so that a difference to it can be sent.
         by_folder: It reads the folder, and is in no group.
+        node: Mark of the shared memory that it sees; empty if it can share none.
+        shared: Version number that others of its node may map, under the name `shared_path`.
     """
 
     name: ReceiverName
@@ -67,6 +69,9 @@ class ReceiverHello(Hello, frozen=True, kw_only=True):
     draining: bool = False
     base: int = UNLOADED
     by_folder: bool = False
+    node: Text = ""
+    shared: int = UNLOADED
+    shared_path: Text = ""
 
 
 class PublisherHello(Hello, frozen=True, kw_only=True):
@@ -74,12 +79,15 @@ class PublisherHello(Hello, frozen=True, kw_only=True):
 
     Attributes:
         folder: Its place in `weight_sync.folder`; empty without one.
+        node: As of a receiver. path: Name under which its newest version may be mapped there.
     """
 
     name: PublisherName
     store_host: Text
     store_port: int
     folder: Text = ""
+    node: Text = ""
+    path: Text = ""
 
 
 class HelloReply(Message, frozen=True):
@@ -150,9 +158,10 @@ class Goodbye(Event, frozen=True):
 
 
 class Published(Event, frozen=True):
-    """The publisher has a new version; its manifest is the frame."""
+    """The publisher has a new version; its manifest is the frame, `path` as in its hello."""
 
     kind = "published"
+    path: Text = ""
 
 
 class Sent(Event, frozen=True):
@@ -212,6 +221,14 @@ class LoadEnded(Event, frozen=True):
     error: str
 
 
+class Progress(Event, frozen=True):
+    """The receiver goes on with a round: so many pieces of memory and buckets are done."""
+
+    kind = "progress"
+    round: int
+    num_steps: int
+
+
 class Accepted(Event, frozen=True):
     """The receiver has room for the version of a round."""
 
@@ -220,11 +237,12 @@ class Accepted(Event, frozen=True):
 
 
 class Verified(Event, frozen=True):
-    """All bytes of a round's version are there, and right."""
+    """All bytes of a round's version are there, and right; others of the node may map them as `path`."""
 
     kind = "verified"
     round: int
     number: int
+    path: Text = ""
 
 
 class Failed(Event, frozen=True):
@@ -247,6 +265,7 @@ OF_RECEIVER: Mapping[str, type[Event]] = {
         Draining,
         Restarted,
         LoadEnded,
+        Progress,
         Accepted,
         Verified,
         Failed,
@@ -305,6 +324,15 @@ class Transfer(Instruction, frozen=True):
     afresh: bool = False
 
 
+class MapCopy(Instruction, frozen=True):
+    """Map a version that a process of the node shares as `path`, and check it: its manifest is the frame."""
+
+    kind = "map"
+    round: int
+    number: int
+    path: str
+
+
 class Abort(Instruction, frozen=True):
     """Give a round up."""
 
@@ -333,7 +361,7 @@ class Withdraw(Instruction, frozen=True):
 
 
 INSTRUCTIONS: Mapping[str, type[Instruction]] = {
-    one.kind: one for one in (Offer, Transfer, Abort, Close, Commit, Withdraw)
+    one.kind: one for one in (Offer, Transfer, MapCopy, Abort, Close, Commit, Withdraw)
 }
 
 

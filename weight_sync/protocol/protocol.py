@@ -14,18 +14,16 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from asyncrl.core.staleness import UNLOADED, PolicyVersion
+from asyncrl.core.staleness import PolicyVersion
 from weight_sync.protocol.members import Member, MemberState, PublisherInfo
 from weight_sync.protocol.messages import ReceiverHello, Withdraw
 from weight_sync.protocol.round_manager import RoundManager
+from weight_sync.protocol.round_reports import RoundReports
 from weight_sync.protocol.rounds import (
-    DIGEST,
-    TRANSPORT,
     Lane,
     Order,
     Part,
     Round,
-    Sender,
     Timing,
 )
 from weight_sync.protocol.state import PUBLISHER, CoordinationState
@@ -46,6 +44,7 @@ class Coordination:
         uses_delta: Let differences be sent where all members of a round hold the same version.
         fences: Version numbers that members must serve before they take leases, as the coordinator before
             this one has left them.
+        max_unavailable: As of `CoordinationState`.
     """
 
     def __init__(
@@ -55,9 +54,11 @@ class Coordination:
         token: int = 0,
         uses_delta: bool = False,
         fences: Mapping[str, int] | None = None,
+        max_unavailable: float | None = None,
     ) -> None:
-        self._state = CoordinationState(timing, parallelism, token, uses_delta)
+        self._state = CoordinationState(timing, parallelism, token, uses_delta, max_unavailable)
         self._rounds = RoundManager(self._state)
+        self._reports = RoundReports(self._state, self._rounds)
         self._swap_scheduler = SwapScheduler(self._state)
         self._ticked: float | None = None
         self._changed_at: float | None = None
@@ -109,7 +110,7 @@ class Coordination:
     @property
     def round(self) -> Round | None:
         """The round of most members, or another one if there is none."""
-        return self._rounds.active.get(Lane.MAIN) or next(iter(self._rounds.active.values()), None)
+        return self._rounds.find_in(Lane.MAIN) or next(iter(self._rounds.active.values()), None)
 
     @property
     def last_round_s(self) -> float | None:
@@ -177,6 +178,7 @@ class Coordination:
         member.serving, member.last_seen, member.started_ms = info.serving, now, info.started_ms
         member.is_attended = info.attended and not member.is_unheard
         member.is_pinned, member.base, member.by_folder = info.pinned, info.base, info.by_folder
+        member.node, member.shared, member.shared_path = info.node, info.shared, info.shared_path
         if info.draining and member.is_listening:
             member.move(MemberState.DRAINING)
         if info.staged > info.serving:
@@ -207,7 +209,7 @@ class Coordination:
         cause = "another process has taken its place" if known is not None and not is_same else ""
         self._rounds.leave_publisher(cause, now)
         if current is not None:
-            self.published(current, now, num_bytes)
+            self.published(current, now, num_bytes, publisher.path)
         self._note_change(now)
         return True
 
@@ -272,19 +274,25 @@ class Coordination:
 
     # --- versions and rounds ----------------------------------------------------------------------
 
-    def published(self, version: PolicyVersion, now: float, num_bytes: int = 0) -> None:
-        """A version of that size is ready at the publisher; older unsent ones are skipped."""
+    def published(self, version: PolicyVersion, now: float, num_bytes: int = 0, path: str = "") -> None:
+        """A version of that size is ready at the publisher; older unsent ones are skipped.
+
+        Args:
+            path: Name under which it may be mapped on the publisher's node.
+        """
         current = self.current
         if current is not None and version.number <= current.number:
             return
         if version.number < self._state.newest_number:
             self.counters["old_versions"] += 1
             return
-        if current is not None and current.number not in self._sent_numbers():
+        if current is not None and current.number not in self._state.sent_numbers:
             self.counters["versions_skipped"] += 1
         self._state.current, self._state.newest_number = version, version.number
         self._state.num_bytes = num_bytes
         self._state.lagging.update(self.members)
+        if self.publisher is not None:
+            self.publisher.path = path
         self.counters["versions_published"] += 1
         self._note_change(now)
 
@@ -295,14 +303,20 @@ class Coordination:
             self._rounds.set_part(round_, name, Part.ACCEPTED)
         self._note_change(now, name)
 
-    def verified(self, name: str, round_id: int, number: int, now: float) -> None:
-        """The member holds all of version `number` with the right digests."""
-        member, round_ = self.members[name], self._rounds.find(round_id)
-        if round_ is not None and round_.parts.get(name) is Part.RECEIVING:
-            self._rounds.set_part(round_, name, Part.VERIFIED)
-            member.last_round_s = now - round_.started
-            member.note_transfer(round_.lane is Lane.LONE)
-        member.base = number  # also if its round is over: it holds these bytes
+    def progressed(self, name: str, round_id: int, num_steps: int, now: float) -> None:
+        """The member goes on with a round, which is a sign of its life: so many steps are done."""
+        self.members[name].last_seen = now
+        if (round_ := self._rounds.find(round_id)) is not None:
+            round_.note_progress(name, num_steps, now)
+
+    def verified(self, name: str, round_id: int, number: int, now: float, path: str = "") -> None:
+        """The member holds all of version `number` with the right digests.
+
+        Args:
+            path: Name under which others of its node may map it; a copy that it has mapped itself has none.
+        """
+        member = self.members[name]
+        self._reports.note_verified(member, self._rounds.find(round_id), number, path, now)
         if member.is_listening and number > max(member.serving, member.staged or 0, member.swapping or 0):
             self._swap_scheduler.ask(member, number)
         self._note_change(now, name)
@@ -313,24 +327,14 @@ class Coordination:
         Args:
             num_buckets: Number of buckets received.
         """
-        round_ = self._rounds.find(round_id)
-        if round_ is not None and round_.parts.get(name) in (Part.OFFERED, Part.RECEIVING):
-            self._rounds.set_part(round_, name, Part.FAILED)
-            round_.causes[name] = cause
-            self.members[name].last_error, self.members[name].num_buckets = cause, num_buckets
-            if cause == DIGEST:
-                self.members[name].base = UNLOADED  # if a difference was wrong, whole buckets are next
-            if cause == TRANSPORT:
-                self._rounds.break_up(round_, TRANSPORT, now)
+        if (round_ := self._rounds.find(round_id)) is not None:
+            self._reports.note_failed(self.members[name], round_, cause, num_buckets, now)
         self._note_change(now, name)
 
     def sent(self, round_id: int, num_bytes: int, now: float) -> None:
         """The publisher has sent all buckets of the round."""
-        round_ = self._rounds.find(round_id)
-        if round_ is not None and round_.sender is Sender.PENDING:
-            round_.sender, round_.num_bytes = Sender.SENT, num_bytes
-            self.counters["bytes_sent"] += num_bytes
-            self._rounds.start_receiving(round_, now)
+        if (round_ := self._rounds.find(round_id)) is not None:
+            self._reports.note_sent(round_, num_bytes, now)
         self._note_change(now)
 
     def send_failed(self, round_id: int, cause: str, now: float, begun_s: float = math.inf) -> None:
@@ -340,11 +344,8 @@ class Coordination:
             begun_s: For how long it had been sending by then; `NEVER` if it had not begun, infinite if it
                 does not say.
         """
-        round_ = self._rounds.find(round_id)
-        if round_ is not None:
-            if round_.sender is Sender.PENDING:
-                self._rounds.fail_to_send(round_, cause, now)
-            self._rounds.hear_publisher(round_, math.inf if begun_s < 0 else now - begun_s)
+        if (round_ := self._rounds.find(round_id)) is not None:
+            self._reports.note_send_failed(round_, cause, begun_s, now)
         self._note_change(now)
 
     # --- swaps ------------------------------------------------------------------------------------
@@ -433,7 +434,3 @@ class Coordination:
         self._swap_scheduler.grant(now)
         due = min(self._rounds.due_at(now), self._swap_scheduler.due_at())
         self._due_at = due if due > now else now + OVERDUE_S
-
-    def _sent_numbers(self) -> set[int]:
-        """Numbers that some member has or is getting."""
-        return {n for m in self.members.values() for n in (m.serving, m.staging, m.staged, m.swapping) if n}

@@ -1,8 +1,8 @@
 """Active rounds, from offer to end: their members, pending answers, and outcome (pure).
 
-Owns the active rounds, one per `Round.key`, and the memberships. A round per version and set of members:
-offer → transfer → verify. Invariants: an offer is always of the newest published version; a membership
-number names one set of processes for ever; no round outlasts its deadline.
+Owns the active rounds and the memberships. A round per version and set of members: offer → transfer → verify,
+or map → verify where a process of the members' node has the version. Invariants: an offer is always of the
+newest published version; a membership number names one set of processes for ever; no round outlasts its deadline.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ import math
 import msgspec
 
 from asyncrl.core.staleness import UNLOADED
+from weight_sync.protocol.copies.sharing import CopySharing, Holder
 from weight_sync.protocol.failure_attribution import FailureAttribution
 from weight_sync.protocol.members import Member, MemberState, PublisherInfo
-from weight_sync.protocol.messages import Abort, Close, Offer, Transfer
+from weight_sync.protocol.messages import Abort, Close, MapCopy, Offer, Transfer
 from weight_sync.protocol.rounds import (
     DEADLINE,
     FINAL_PARTS,
+    LATE_MAP,
     LEFT,
     OPEN_PARTS,
+    OVERDUE,
     PUBLISHER_LOST,
     SILENT,
+    STALLED,
+    STANDS_STILL,
     STORE,
     SUPERSEDED,
     TRANSPORT,
@@ -44,7 +49,8 @@ class RoundManager:
     def __init__(self, state: CoordinationState) -> None:
         self._state = state
         self._attribution = FailureAttribution(state)
-        self.active: dict[str, Round] = {}
+        self.sharing = CopySharing(state)
+        self.active: dict[int, Round] = {}
         self.groups = GroupCache()
         self.last_round_s: float | None = None
         self._num_unanswered = 0
@@ -68,7 +74,11 @@ class RoundManager:
 
     def find(self, round_id: int) -> Round | None:
         """Return the active round with that id."""
-        return next((round_ for round_ in self.active.values() if round_.id == round_id), None)
+        return self.active.get(round_id)
+
+    def find_in(self, lane: Lane) -> Round | None:
+        """Return the active round of a lane that has one at most."""
+        return next((round_ for round_ in self.active.values() if round_.lane is lane), None)
 
     def _is_awaited(self, member: Member) -> bool:
         """Tell whether a round waits for the member."""
@@ -92,7 +102,7 @@ class RoundManager:
                 continue
             self.set_part(round_, member.name, Part.LEFT)
             self._state.order(member.name, Abort(round_.id))
-            if part is Part.RECEIVING:
+            if part is Part.RECEIVING and not round_.is_mapped:
                 self.break_up(round_, LEFT, now)
 
     def forget(self, name: str) -> None:
@@ -151,7 +161,7 @@ class RoundManager:
 
         One that began to send when its time was over, at the earliest, or never, kept all waiting.
         """
-        is_late = round_.broken_by == DEADLINE and round_.broken_at is not None and began >= round_.broken_at
+        is_late = round_.broken_by in OVERDUE and round_.broken_at is not None and began >= round_.broken_at
         if round_.awaits_publisher and (is_late or began == math.inf):
             self._state.blame_publisher("had not begun to send", round_)
         round_.has_publisher_spoken = True
@@ -165,7 +175,7 @@ class RoundManager:
         round_.broken_at, round_.broken_by = now, cause
         round_.settle_until = now + self._state.timing.settle_s
         round_.causes[PUBLISHER] = cause
-        round_.has_publisher_spoken = cause == DEADLINE and round_.sender is Sender.SENT  # in time, that is
+        round_.has_publisher_spoken = cause in OVERDUE and round_.sender is Sender.SENT  # in time, that is
         if round_.sender is Sender.PENDING:
             round_.sender = Sender.FAILED
         self._state.order(PUBLISHER, Abort(round_.id))
@@ -187,8 +197,6 @@ class RoundManager:
         state = self._state
         if state.current is None or state.publisher is None:
             return
-        if state.is_silent(state.publisher.last_seen, now):
-            return
         number = state.current.number
         lagging = [member for member in state.in_order(state.lagging) if member.newest < number]
         wanting = [member for member in lagging if member.may_be_offered(number, now)]
@@ -196,59 +204,96 @@ class RoundManager:
         if not wanting:
             return
         able = [m for m in wanting if not self._is_busy(m) and not state.is_silent(m.last_seen, now)]
-        for member in able:
-            if member.by_folder and state.publisher.folder:
-                self._offer(Lane.FOLDER, [member], now)
-        able = [member for member in able if not member.by_folder]
+        for holder, mappers in self.sharing.find_mappers(able).items():
+            self._map(holder, mappers, now)
+        if not state.is_silent(state.publisher.last_seen, now):
+            able = [member for member in able if member.staging is None]
+            for member in able if state.publisher.folder else ():
+                if member.by_folder:
+                    self._offer(Lane.FOLDER, [member], now)
+            self._offer_to([member for member in able if not member.by_folder], now)
+
+    def _offer_to(self, able: list[Member], now: float) -> None:
+        """Begin the rounds that can begin with some of these members."""
         together = [member for member in able if not member.is_lone]
-        if Lane.MAIN not in self.active:
+        if self.find_in(Lane.MAIN) is None:
             self._offer(Lane.MAIN, together, now)
-        elif Lane.JOINERS not in self.active:
+        elif self.find_in(Lane.JOINERS) is None:
             self._offer(Lane.JOINERS, [member for member in together if not member.newest], now)
-        if Lane.LONE not in self.active:
+        if self.find_in(Lane.LONE) is None:
             lone = [member for member in able if member.is_lone]
             # The member that came furthest first: it is the least likely to take all of its deadline.
-            self._offer(Lane.LONE, sorted(lone, key=lambda member: -member.num_buckets)[:1], now)
+            self._offer(Lane.LONE, sorted(lone, key=lambda member: -member.num_buckets), now, most=1)
 
     def _is_busy(self, member: Member) -> bool:
         """Tell whether it is in a round: one that it has left is not judged with it, and may end later."""
         rounds = (round_ for round_ in self.active.values() if member.name in round_.parts)
         return any(not round_.has_left(member.name) for round_ in rounds)
 
-    def _offer(self, lane: Lane, members: list[Member], now: float) -> None:
-        version = self._state.current
-        if not members or version is None:
+    def _offer(self, lane: Lane, wanting: list[Member], now: float, most: int | None = None) -> None:
+        members = self.sharing.choose_receivers(wanting, self.active.values())[:most]
+        if not members:
             return
+        round_ = self._begin(lane, members, Part.OFFERED, now)
+        for member in members:
+            self._state.order(member.name, Offer(round_.id, round_.version.number))
+
+    def _map(self, holder: Holder, members: list[Member], now: float) -> None:
+        """Let members map what a process of their node holds; the deadline is that of an offer."""
+        round_ = self._begin(Lane.MAPPED, members, Part.RECEIVING, now)
+        round_.phase, round_.sender = Phase.TRANSFER, Sender.SENT
+        round_.receivers = tuple(round_.parts)
+        round_.holder, round_.holder_incarnation = holder.name, holder.incarnation
+        for member in members:
+            self._state.order(member.name, MapCopy(round_.id, round_.version.number, holder.path))
+
+    def _begin(self, lane: Lane, members: list[Member], part: Part, now: float) -> Round:
+        version = self._state.current
+        assert version is not None, "there is a version to send or to map"
         until = now + self._state.deadlines(lane).offer_s
-        parts = dict.fromkeys((member.name for member in members), Part.OFFERED)
-        round_ = Round(self._state.next_id(), lane, version, now, until, parts)
-        self.active[round_.key] = round_
+        parts = dict.fromkeys((member.name for member in members), part)
+        round_ = Round(self._state.next_id(), lane, version, now, until, parts, phase_began=now)
+        self.active[round_.id] = round_
         for member in members:
             member.staging = version.number
-            self._state.order(member.name, Offer(round_.id, version.number))
+        return round_
 
     # --- progress -----------------------------------------------------------------------------------
 
     def _progress_offer(self, round_: Round, now: float) -> None:
-        if now >= min(round_.until, round_.silent_at):
+        if now >= min(round_.until, round_.look_at):
             for name in round_.those(Part.OFFERED, Part.ACCEPTED):
-                is_late = round_.parts[name] is Part.OFFERED and now >= round_.until
-                if is_late or self._state.is_silent(self._state.members[name].last_seen, now):
-                    self._leave_out(round_, name, "no answer to the offer" if is_late else SILENT)
+                if (cause := self._lateness_of(round_, name, now)) is not None:
+                    self._leave_out(round_, name, cause)
             self._note_heard(round_)
         if not round_.has(Part.OFFERED) and round_.has(Part.ACCEPTED):
             self._start_transfer(round_, now)
 
+    def _lateness_of(self, round_: Round, name: str, now: float) -> str | None:
+        """Return the cause for which a member is not waited for any longer; None if it is."""
+        is_asked = round_.parts[name] is Part.OFFERED or round_.is_mapped
+        if is_asked and now >= round_.until:
+            return LATE_MAP if round_.is_mapped else "no answer to the offer"
+        if is_asked and self._stands_still(round_, now, name):
+            return STANDS_STILL
+        return SILENT if self._state.is_silent(self._state.members[name].last_seen, now) else None
+
+    def _stands_still(self, round_: Round, now: float, *names: str) -> bool:
+        return now - round_.moved_at(*names) >= self._state.deadlines(round_.lane).stall_s
+
     def _note_heard(self, round_: Round) -> None:
-        """Work out until when nobody who is waited for is silent for too long."""
-        heard = (self._state.members[name].last_seen for name in round_.those(*OPEN_PARTS))
-        round_.silent_at = min(heard, default=math.inf) + self._state.timing.silence_s - SLACK_S
+        """Work out until when nobody who is waited for is silent, or stands still, for too long."""
+        names = round_.those(*OPEN_PARTS)
+        heard = (self._state.members[name].last_seen for name in names)
+        moved = min(map(round_.moved_at, names), default=math.inf)
+        silent_at = min(heard, default=math.inf) + self._state.timing.silence_s
+        round_.look_at = min(silent_at, moved + self._state.deadlines(round_.lane).stall_s) - SLACK_S
 
     def _start_transfer(self, round_: Round, now: float) -> None:
         state, names = self._state, round_.those(Part.ACCEPTED)
         assert state.publisher is not None, "a round without a publisher is broken"
         end = round_.started + state.deadlines(round_.lane).deadline_s - state.timing.settle_s
-        round_.phase, round_.receivers = Phase.TRANSFER, tuple(names)
+        round_.phase, round_.receivers, round_.phase_began = Phase.TRANSFER, tuple(names), now
         round_.until = max(end, now + state.timing.settle_s)
         is_by_folder = round_.lane is Lane.FOLDER
         key = tuple((name, state.members[name].incarnation) for name in names)
@@ -265,6 +310,8 @@ class RoundManager:
     def start_receiving(self, round_: Round, now: float) -> None:
         """Let the members receive: at once, or from the folder when all is stored there."""
         assert round_.transfer is not None, "the publisher was told first"
+        if round_.has(Part.ACCEPTED):
+            round_.phase_began = now
         transfer = msgspec.structs.replace(round_.transfer, deadline_s=max(0.0, round_.until - now))
         for rank, name in enumerate(round_.receivers, start=1):
             if round_.parts[name] is Part.ACCEPTED:
@@ -272,10 +319,10 @@ class RoundManager:
                 self._state.order(name, msgspec.structs.replace(transfer, rank=rank))
 
     def _progress_transfer(self, round_: Round, now: float) -> None:
-        if now >= round_.silent_at:
+        if now >= round_.look_at or (round_.is_mapped and now >= round_.until):
             self._leave_out_silent(round_, now)
             self._note_heard(round_)
-        if now >= round_.until:
+        if now >= round_.until and not round_.is_mapped:
             if round_.has(Part.ACCEPTED):
                 self.fail_to_send(round_, f"{STORE}: the publisher had not stored all in time", now)
             self.break_up(round_, DEADLINE, now)
@@ -284,10 +331,15 @@ class RoundManager:
 
     def _leave_out_silent(self, round_: Round, now: float) -> None:
         for name in round_.those(Part.ACCEPTED, Part.RECEIVING):
-            if self._state.is_silent(self._state.members[name].last_seen, now):
-                self._leave_out(round_, name, SILENT)
+            if (cause := self._lateness_of(round_, name, now)) is not None:
+                if round_.is_mapped and cause != SILENT:
+                    self.sharing.note_failure(self._state.members[name], round_, cause)
+                self._leave_out(round_, name, cause)
                 if round_.sender is Sender.PENDING:
                     self.break_up(round_, SILENT, now)
+        receiving = round_.those(Part.RECEIVING)
+        if receiving and not round_.is_mapped and self._stands_still(round_, now, *receiving):
+            self.break_up(round_, STALLED, now)
 
     def _end_settling(self, round_: Round) -> None:
         assert round_.broken_at is not None, "only a broken round settles"
@@ -310,7 +362,7 @@ class RoundManager:
             self._state.blame_publisher("no answer to aborts", round_)
 
     def _lose_publisher(self, round_: Round, cause: str, now: float) -> None:
-        if round_.is_broken or round_.is_over:
+        if round_.is_broken or round_.is_over or round_.is_mapped:
             return
         self.break_up(round_, PUBLISHER_LOST, now)
         if cause:
@@ -318,14 +370,15 @@ class RoundManager:
 
     def _leave_out(self, round_: Round, name: str, cause: str) -> None:
         member = self._state.members[name]
-        member.part_from_others()
+        if not round_.is_mapped:
+            member.part_from_others()
         self.set_part(round_, name, Part.LEFT_OUT)
         round_.causes[name] = cause
         self._state.order(name, Abort(round_.id))
         self._state.blame(member, cause, round_)
 
     def _close(self, round_: Round, now: float) -> None:
-        del self.active[round_.key]
+        del self.active[round_.id]
         if round_.lane is Lane.FOLDER:
             self._state.order(PUBLISHER, Close(round_.id))
         self._state.counters["rounds"] += 1

@@ -22,17 +22,22 @@ MAX_CACHED_GROUPS = 8
 TRANSPORT, DEADLINE, DIGEST, SILENT = "transport", "deadline", "digest", "silent"
 STORE = "store"
 """Begins the cause of who could not write or read the store; what was wrong with it follows."""
+STALLED = "stalled"
 PUBLISHER_LOST, SUPERSEDED, LEFT, ABORTED = "publisher_lost", "superseded", "left", "aborted"
+LATE_MAP = "a copy of its node not verified in time"
 NEVER = -1.0
 """For how long a publisher has been sending that has not begun, in seconds."""
-ASKING_CAUSES = (TRANSPORT, DEADLINE)
+STANDS_STILL = "no progress"
+OVERDUE = (DEADLINE, STALLED)
+"""Causes of a round that took too long, as a whole or since its last progress."""
+ASKING_CAUSES = (TRANSPORT, *OVERDUE)
 """Causes for which the publisher may be the culprit as well as a member, so both must answer."""
 
 
 class Lane(StrEnum):
-    """Rounds run side by side, at most one in each lane, but for FOLDER: there each member has its own.
+    """Rounds run side by side, at most one in each of the first three lanes.
 
-    A member is in one round, besides those it has left.
+    A member is in one round, besides those that it has left or is done with.
     """
 
     MAIN = "MAIN"
@@ -43,6 +48,8 @@ class Lane(StrEnum):
     """One member that transfers broke with or were late with: the others do not wait for it."""
     FOLDER = "FOLDER"
     """One member that reads the folder: no other waits for it, however slow its way to the folder is."""
+    MAPPED = "MAPPED"
+    """Members that map the copy of a process of their node; any number of rounds, and none is awaited."""
 
 
 class Phase(StrEnum):
@@ -77,6 +84,8 @@ class Sender(StrEnum):
 RESERVE_BYTES_PER_S, TRANSFER_BYTES_PER_S, FOLDER_BYTES_PER_S = 0.5e9, 0.25e9, 0.02e9
 """The slowest that a host is waited for: pages come at about 2e9, gloo carries 0.7e9 to 2e9 to a receiver.
 Who reads the folder may be far from it, and nobody waits for that one."""
+MAX_BUCKET_BYTES = 1 << 30
+"""The largest `weight_sync.bucket_bytes`: progress is told bucket by bucket."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,7 @@ class Timing:
         silence_s: Without a word for so long, a member is SUSPECT. Members speak every third of it.
         dead_s: Without a word for so long, it is DEAD.
         backoff_s: First wait before another try with a member that failed alone; doubles each time.
+        stall_s: Without progress for so long, a member or a round stands still, however late its deadline is.
     """
 
     deadline_s: float
@@ -98,12 +108,20 @@ class Timing:
     silence_s: float
     dead_s: float
     backoff_s: float = 0.1
+    stall_s: float = math.inf
 
     @staticmethod
     def of(deadline_s: float) -> Timing:
         """Return the usual proportions for `weight_sync.deadline_s`."""
         silence_s = min(3.0, deadline_s)
-        return Timing(deadline_s, deadline_s / 4, min(1.0, deadline_s / 8), silence_s, 10 * silence_s)
+        return Timing(
+            deadline_s=deadline_s,
+            offer_s=deadline_s / 4,
+            settle_s=min(1.0, deadline_s / 8),
+            silence_s=silence_s,
+            dead_s=10 * silence_s,
+            stall_s=max(deadline_s / 4, 2 * silence_s),
+        )
 
     @property
     def poll_s(self) -> float:
@@ -114,7 +132,10 @@ class Timing:
         """Return the deadlines of a version of that size: these, and what its bytes take at the slowest."""
         reserve_s, transfer_s = num_bytes / RESERVE_BYTES_PER_S, num_bytes / bytes_per_s
         return replace(
-            self, offer_s=self.offer_s + reserve_s, deadline_s=self.deadline_s + reserve_s + transfer_s
+            self,
+            offer_s=self.offer_s + reserve_s,
+            deadline_s=self.deadline_s + reserve_s + transfer_s,
+            stall_s=self.stall_s + min(num_bytes, MAX_BUCKET_BYTES) / bytes_per_s,
         )
 
 
@@ -127,9 +148,12 @@ class Round:
         transfer: Order of the transfer, as the publisher got it.
         until: End of the phase.
         broken_at: Time at which the group was given up; all members then answer by `settle_until`.
-        silent_at: Nobody who is waited for has been silent for too long before.
+        look_at: Nobody who is waited for has been silent, or stood still, for too long before.
         has_publisher_spoken: The publisher was heard after that.
         causes: Cause of failure of a member, or under `PUBLISHER` of the whole round.
+        progress: Steps that each member has told of (pieces of memory, then buckets), and when the last one
+            came; without any, the phase's beginning counts, `phase_began`.
+        holder: Process whose copy its members map, empty if bytes are sent; `holder_incarnation` tells which.
     """
 
     id: int
@@ -150,7 +174,11 @@ class Round:
     has_publisher_spoken: bool = False
     causes: dict[str, str] = field(default_factory=dict)
     culprits: list[str] = field(default_factory=list)
-    silent_at: float = -math.inf
+    look_at: float = -math.inf
+    phase_began: float = 0.0
+    progress: dict[str, tuple[int, float]] = field(default_factory=dict)
+    holder: str = ""
+    holder_incarnation: str = ""
 
     def __post_init__(self) -> None:
         self._counts = Counter(self.parts.values())
@@ -171,12 +199,13 @@ class Round:
 
     def has_left(self, name: str) -> bool:
         """Whether the member is out of the round and of its attribution."""
-        return self.parts.get(name) is Part.LEFT
+        is_done = self.is_mapped and self.parts.get(name) in FINAL_PARTS
+        return is_done or self.parts.get(name) is Part.LEFT
 
     @property
-    def key(self) -> str:
-        """Its lane, and with a lane for each member, its member."""
-        return f"{self.lane}/{next(iter(self.parts))}" if self.lane is Lane.FOLDER else self.lane
+    def is_mapped(self) -> bool:
+        """Whether no byte is sent: there is no group that could break, and no member waits for another."""
+        return bool(self.holder)
 
     @property
     def is_broken(self) -> bool:
@@ -199,9 +228,21 @@ class Round:
         """Whether its group must not be used again: it broke, or one of its members was aborted."""
         return self.is_broken or any(self.parts[name] is Part.LEFT_OUT for name in self.receivers)
 
+    def note_progress(self, name: str, num_steps: int, now: float) -> None:
+        """A member tells how far it is; only more than before counts."""
+        if num_steps > self.progress.get(name, (0, now))[0]:
+            self.progress[name] = num_steps, now
+
+    def moved_at(self, *names: str) -> float:
+        """Return when one of `names` made progress last."""
+        times = [self.progress[name][1] for name in names if name in self.progress]
+        return max([self.phase_began, *times])
+
     def shift(self, seconds: float) -> None:
         """Put its deadlines off by a time in which the coordinator did not run."""
         self.until += seconds
+        self.phase_began += seconds
+        self.progress = {name: (num, at + seconds) for name, (num, at) in self.progress.items()}
         if self.settle_until is not None:
             self.settle_until += seconds
 

@@ -39,6 +39,7 @@ class CoordinationState:
         current: The version that the publisher can send, and its size in bytes.
         newest_number: Of all versions that any publisher had; an older one is never offered.
         uses_delta: Let differences be sent to members that hold the same base.
+        max_unavailable: Share of the members that may load at once, None for all that `parallelism` allows.
         lagging: All members that could be offered the current version are among them; `fenced`: all that
             are fenced.
         permits: The members that were told to load a version.
@@ -48,6 +49,7 @@ class CoordinationState:
     parallelism: int
     token: int
     uses_delta: bool = False
+    max_unavailable: float | None = None
     members: dict[str, Member] = field(default_factory=dict)
     publisher: PublisherInfo | None = None
     current: PolicyVersion | None = None
@@ -69,6 +71,11 @@ class CoordinationState:
         """Return those of the current version in a lane."""
         rate = FOLDER_BYTES_PER_S if lane is Lane.FOLDER else TRANSFER_BYTES_PER_S
         return self.timing.for_bytes(self.num_bytes, rate)
+
+    @property
+    def sent_numbers(self) -> set[int]:
+        """Numbers of versions that some member has or is getting."""
+        return {n for m in self.members.values() for n in (m.serving, m.staging, m.staged, m.swapping) if n}
 
     def order(self, to: str, what: Instruction) -> None:
         """Queue an instruction to a peer."""

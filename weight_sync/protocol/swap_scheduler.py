@@ -2,7 +2,7 @@
 
 Owns the queue of members that hold a verified copy. A permit is held from the commit to the report of
 the load, at most `deadline_s`.
-Invariant: at no moment do more than `parallelism` members hold a permit.
+Invariant: at no moment do more than `max_loads` members hold a permit.
 """
 
 from __future__ import annotations
@@ -20,6 +20,17 @@ from weight_sync.sync_records import LoadFailureRecord
 MAX_LOAD_FAILURES = 3
 LOAD = "load"
 """Cause of a failed round whose bytes all arrived: an engine did not load its version."""
+
+
+def max_loads(parallelism: int, max_unavailable: float | None, num_members: int) -> int:
+    """Return how many of `num_members` may load at once; one at least, or no version would be served.
+
+    >>> [max_loads(8, share, 20) for share in (None, 1.0, 0.25, 0.01)]
+    [8, 8, 5, 1]
+    """
+    if max_unavailable is None:
+        return parallelism
+    return min(parallelism, max(1, int(max_unavailable * num_members)))
 
 
 class SwapScheduler:
@@ -127,7 +138,7 @@ class SwapScheduler:
 
     def grant(self, now: float) -> None:
         """Commit to the next members; those that serve nothing first, for they generate nothing."""
-        while self._turns and len(self._state.permits) < self._state.parallelism:
+        while self._turns and len(self._state.permits) < self._limit:
             turn = heapq.heappop(self._turns)
             self._known_turns.remove(turn)
             serves, number, name = turn
@@ -135,6 +146,13 @@ class SwapScheduler:
             is_now = self._queue.get(name) == number and serves == (member.serving != UNLOADED)
             if is_now and member.may_swap():
                 self._commit(member, now)
+
+    @property
+    def _limit(self) -> int:
+        """Members that may hold a permit now."""
+        share, members = self._state.max_unavailable, self._state.members.values()
+        num_members = 0 if share is None else sum(member.is_listening for member in members)
+        return max_loads(self._state.parallelism, share, num_members)
 
     def _commit(self, member: Member, now: float) -> None:
         assert member.staged is not None, "only a verified version is waited with"

@@ -1,4 +1,5 @@
-"""Rounds that a receiver takes part in: memory for an offer, the transfer into it, its digests, its end.
+"""Rounds that a receiver takes part in: memory for an offer, the transfer into it, its digests, its end; or a
+copy of its node that it maps and checks.
 
 Owns the copies of open rounds and the transfers into them. A copy whose round was aborted stays out of use
 until the thread that may still write to it has ended. Invariant: only a copy whose digests all matched is
@@ -16,7 +17,7 @@ from functools import partial
 import torch
 import xxhash
 
-from asyncrl.core.errors import AsyncrlError, SyncError, WireError
+from asyncrl.core.errors import AsyncrlError, SegmentGone, SyncError, WireError
 from asyncrl.core.runtime.clock import Clock
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Runtime
@@ -26,26 +27,35 @@ from weight_sync.encoding.delta_codec import CarryBucket, DeltaNames, DeltaRecei
 from weight_sync.memory.manifest import Manifest, VersionBounds
 from weight_sync.memory.staging_area import Copy, StagingArea
 from weight_sync.protocol import messages as told
+from weight_sync.protocol.copies.sharing import UNMAPPABLE
 from weight_sync.protocol.peer import RoundTracker, Stage
-from weight_sync.protocol.rounds import ABORTED
+from weight_sync.protocol.rounds import ABORTED, SUPERSEDED
 from weight_sync.publisher import cut
 from weight_sync.transfer_executor import AfterBucket, Check, MakeTransport, TransferExecutor, TransferOrder
 
 log = logging.getLogger(__name__)
 
+PROGRESS_EVERY_S = 0.5
+"""Between two reports of one round's progress: a version that arrives in less is not told of."""
 OnBucket = Callable[[int, int, torch.Tensor], None]
 """Called with version number, bucket index and the received bytes, before they are verified."""
 
 
 @dataclass
 class _Incoming:
-    """A round that this receiver takes part in."""
+    """A round that this receiver takes part in.
+
+    Attributes:
+        num_steps: Pieces of memory that were reserved, and buckets. told_at: When they were told last.
+    """
 
     round: int
     copy: Copy
     order: TransferOrder | None = None
     num_buckets: int = 0
     is_reserved: bool = False
+    num_steps: int = 0
+    told_at: float = 0.0
 
 
 class InboundRounds:
@@ -117,16 +127,32 @@ class InboundRounds:
         incoming.order = order
         fault_point("receiver.transfer", order.number)
         self._transfer_starts[order.round] = self._clock.now()
-        copy = incoming.copy
+        copy, after_bucket = incoming.copy, self._counting(incoming)
         buckets = cut(copy.bytes_B, copy.manifest)
-        verify = self._verifier(copy.manifest)
 
-        def after_bucket(index: int, bucket: torch.Tensor) -> Check | None:
-            check = verify(index, bucket)
-            incoming.num_buckets = index + 1
-            return check
+        def done(order: TransferOrder, cause: str, message: str) -> None:
+            self._put_end(order.round, order.number, cause, message)
 
-        self._transfers.carry(order, buckets, after_bucket, self._put_end, self._carry_bucket(order, copy))
+        self._transfers.carry(order, buckets, after_bucket, done, self._carry_bucket(order, copy))
+
+    def map_copy(self, order: told.MapCopy, manifest: bytes) -> None:
+        """Map what another process of the node shares, and check it; no byte is moved."""
+        if not (self._rounds.offer(order.round) and self._rounds.begin(order.round)):
+            return  # the same order again, or its abort has come before
+        fault_point("receiver.map", order.number)
+        try:
+            copy = self._staging.map_shared(Manifest.from_bytes(manifest, bounds=self._bounds), order.path)
+        except (SyncError, WireError) as error:
+            self._rounds.abort(order.round)
+            if isinstance(error, SegmentGone):
+                self._report(told.Failed(order.round, SUPERSEDED))
+            else:
+                self._refuse(order.round, error, UNMAPPABLE)
+            return
+        incoming = self._incoming[order.round] = _Incoming(order.round, copy)
+        self._transfer_starts[order.round] = self._clock.now()
+        buckets, done = cut(copy.bytes_B, copy.manifest), partial(self._put_end, order.round, order.number)
+        self._transfers.check(order.round, buckets, self._counting(incoming), done)
 
     def abort(self, round_id: int) -> None:
         """Give a round up."""
@@ -135,10 +161,11 @@ class InboundRounds:
             return
         incoming = self._incoming.pop(round_id)
         self._counters["aborted"] += 1
-        if stage is Stage.OFFERED or incoming.order is None:
+        if stage is Stage.OFFERED:
             self._staging.give_back(incoming.copy)
         else:
             self._staging.abandon(round_id, incoming.copy)
+        if incoming.order is not None:
             self._transfers.abort(incoming.order.group.membership)
         self._report(told.Failed(round_id, ABORTED, incoming.num_buckets))
 
@@ -166,16 +193,27 @@ class InboundRounds:
             self._rounds.abort(round_id)
             self._refuse(round_id, error)
             return
+        self._step(incoming)
         if not incoming.is_reserved:
             self._call_soon(partial(self._reserve, round_id))
             return
         fault_point("receiver.offer", incoming.copy.number)
         self._report(told.Accepted(round_id))
 
-    def _refuse(self, round_id: int, error: AsyncrlError) -> None:
+    def _refuse(self, round_id: int, error: AsyncrlError, cause: str = "refused") -> None:
         self._counters["refused_orders"] += 1
         log.warning("cannot take part in round %d: %s", round_id, error)
-        self._report(told.Failed(round_id, f"refused: {error.message}"[: told.MAX_TEXT]))
+        self._report(told.Failed(round_id, f"{cause}: {error.message}"[: told.MAX_TEXT]))
+
+    def _step(self, incoming: _Incoming) -> None:
+        """Count a step of a round, and tell the coordinator now and then: who goes on is alive."""
+        incoming.num_steps += 1
+        now = self._clock.now()
+        if incoming.told_at == 0.0:
+            incoming.told_at = now
+        elif now - incoming.told_at >= PROGRESS_EVERY_S:
+            incoming.told_at = now
+            self._report(told.Progress(incoming.round, incoming.num_steps))
 
     def _carry_bucket(self, order: TransferOrder, copy: Copy) -> CarryBucket:
         digests = copy.manifest.digests
@@ -186,6 +224,18 @@ class InboundRounds:
             self._counters["missing_bases"] += 1
         buckets = cut(base.bytes_B, base.manifest) if base is not None else None
         return DeltaReceiver(buckets, DeltaNames(digests, order.base)).carry
+
+    def _counting(self, incoming: _Incoming) -> AfterBucket:
+        """Return what counts the buckets of a round, and returns their checks."""
+        verify = self._verifier(incoming.copy.manifest)
+
+        def after_bucket(index: int, bucket: torch.Tensor) -> Check | None:
+            check = verify(index, bucket)
+            incoming.num_buckets = index + 1
+            self._step(incoming)
+            return check
+
+        return after_bucket
 
     def _verifier(self, manifest: Manifest) -> AfterBucket:
         number = manifest.version.number
@@ -201,24 +251,26 @@ class InboundRounds:
 
         return after_bucket
 
-    def _put_end(self, order: TransferOrder, cause: str, message: str) -> None:
-        self._call_soon(partial(self._end, order, cause, message))
+    def _put_end(self, round_id: int, number: int, cause: str, message: str) -> None:
+        self._call_soon(partial(self._end, round_id, number, cause, message))
 
-    def _end(self, order: TransferOrder, cause: str, message: str) -> None:
-        took_s = self._clock.now() - self._transfer_starts.pop(order.round)
+    def _end(self, round_id: int, number: int, cause: str, message: str) -> None:
+        took_s = self._clock.now() - self._transfer_starts.pop(round_id)
         self._longest_transfer_s = max(self._longest_transfer_s, took_s)
-        if not self._rounds.end(order.round):  # aborted; only now is nobody writing into its segment
-            self._staging.end_abandoned(order.round)
+        if not self._rounds.end(round_id):  # aborted; only now is nobody writing into its segment
+            self._staging.end_abandoned(round_id)
             self._on_end()
             return
-        incoming = self._incoming.pop(order.round)
+        incoming = self._incoming.pop(round_id)
         if cause:
             self._counters[f"failed/{cause}"] += 1
-            log.warning("round %d with version %d failed: %s", order.round, order.number, message)
+            log.warning("round %d with version %d failed: %s", round_id, number, message)
             self._staging.give_back(incoming.copy)
-            self._report(told.Failed(order.round, cause, incoming.num_buckets))
+            self._report(told.Failed(round_id, cause, incoming.num_buckets))
         else:
             self._staging.put_verified(incoming.copy)
-            fault_point("receiver.verified", order.number)
-            self._report(told.Verified(order.round, order.number))
+            self._counters["maps"] += incoming.copy.is_mapped
+            fault_point("receiver.verified", number)
+            shared, path = self._staging.shared
+            self._report(told.Verified(round_id, number, path if shared == number else ""))
         self._on_end()

@@ -1,6 +1,6 @@
 """The receiver service, beside one engine: holds verified copies until the engine loads them.
 
-Owns the staging segments and their states: receiving → verified → committed → taken by the engine.
+Owns the staging segments and their states: receiving, or mapped → verified → committed → taken by the engine.
 Never touches the engine, so it may be killed without harm to it. A copy that the engine has taken is not
 overwritten before the replica reports the end of the load.
 The server's thread
@@ -58,6 +58,7 @@ class ReceiverService:
         on_bucket: See `OnBucket`.
         bounds: Limits on the size and layout of a version.
         by_folder: Versions come through `weight_sync.folder`.
+        node: Mark of the shared memory that it sees; without one it maps nothing, and nobody maps its copies.
     """
 
     def __init__(
@@ -73,13 +74,14 @@ class ReceiverService:
         bind: str = "tcp://127.0.0.1:*",
         keys: RunKeys | None = None,
         bounds: VersionBounds = ANY_VERSION,
+        node: str = "",
         *,
         by_folder: bool = False,
     ) -> None:
         self._by_folder = by_folder
         self._server = Server(runtime, bind, keys.server if keys else None, limits_of(bounds), REPLICA_OPS)
         client_keys = keys.client if keys else None
-        self._name, self._incarnation = name, incarnation
+        self._name, self._incarnation, self._node = name, incarnation, node
         self._staging = staging
         self._lost_s = lost_s
         self._session = CoordinatorSession(
@@ -148,6 +150,7 @@ class ReceiverService:
     # --- the coordinator's orders -----------------------------------------------------------------
 
     def _introduce(self) -> Introduction:
+        shared, shared_path = self._staging.shared
         return Introduction(
             told.ReceiverHello(
                 name=self._name,
@@ -159,6 +162,9 @@ class ReceiverService:
                 draining=self._replica.is_draining,
                 base=self._staging.base_number,
                 by_folder=self._by_folder,
+                node=self._node,
+                shared=shared,
+                shared_path=shared_path,
             )
         )
 
@@ -179,6 +185,8 @@ class ReceiverService:
                 self._rounds.accept(order.round, manifest)
             case told.Transfer():
                 self._rounds.receive(TransferOrder.of(order))
+            case told.MapCopy():
+                self._rounds.map_copy(order, manifest)
             case told.Abort():
                 self._rounds.abort(order.round)
             case told.Commit():

@@ -59,6 +59,7 @@ def _replicas(report: WeightsReport) -> list[str]:
     for name, member in sorted(report.replicas.items()):
         said = {"fenced": member.fenced, "pinned": member.pinned, "served alone": member.served_alone}
         is_so = [word for word, is_true in said.items() if is_true]
+        is_so += [f"maps {member.mapped_from}'s copy"] * bool(member.mapped_from)
         remarks = ", ".join(is_so + [member.error] * bool(member.error))
         version, staged = str(member.version or "-"), str(member.staged or "-")
         times = (_seconds(member.last_round_s), _seconds(member.last_swap_s))
@@ -74,7 +75,7 @@ def _rounds(report: WeightsReport) -> list[str]:
             (
                 _clock_time(line.time),
                 str(line.number),
-                line.lane,
+                f"{line.lane} of {line.holder}" if line.holder else line.lane,
                 _seconds(line.seconds),
                 str(line.num_bytes),
                 parts,

@@ -120,7 +120,7 @@ def rounds_in(entries: Iterable[Entry], window: Window) -> Timeline:
     spans, moments = [], []
     for entry in entries:
         if isinstance(entry, RoundRecord) and window.meets(entry.time - entry.seconds, entry.time):
-            about = {key: getattr(entry, key) for key in ("step", "num_bytes", "parts", "cause")}
+            about = {key: getattr(entry, key) for key in ("step", "num_bytes", "parts", "holder", "cause")}
             name = f"version {entry.number}" + (f": {entry.cause}" if entry.cause else "")
             lane = f"rounds ({entry.lane})"
             spans.append(Span(COORDINATOR, lane, name, entry.time - entry.seconds, entry.time, about))

@@ -164,8 +164,15 @@ _ROLLOUT = singles(
     ("weights/published", "1", "Newest policy version that the publisher holds"),
     ("weights/bytes", "bytes", "Size of `weights/published`"),
     ("weights/bytes_sent", "bytes", "Bytes that the publisher has sent so far, counted once per round"),
+    ("weights/bytes_copied", "bytes", "Bytes of versions so far that receivers got by a transfer"),
+    ("weights/bytes_mapped", "bytes", "Bytes of versions so far that receivers mapped on their node instead"),
+    ("weights/maps_failed", "count", "Copies so far that a receiver could not map; a transfer follows"),
     ("weights/transfer_s", "s", "Last successful round, from its offer to the last verified copy"),
-    ("weights/rounds", "count", "Rounds so far: transfers of one version to a set of replicas"),
+    (
+        "weights/rounds",
+        "count",
+        "Rounds so far: transfers of one version to a set of replicas, or its mapping by them",
+    ),
     (
         "weights/rounds_failed",
         "count",

@@ -7,6 +7,7 @@ alone. Several replicas may share a receiver (`Setting.cohort`); it swaps them i
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -14,20 +15,21 @@ from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from asyncrl.planner.rates import Rates
 from asyncrl.planner.setting import DEAD_S, HEARTBEAT_S, SILENCE_S, TICK_S, Setting
 from asyncrl.planner.world import Actor, Args, World
+from weight_sync.protocol.copies.slots import NUM_SLOTS, Copies, Slots
 from weight_sync.protocol.members import PublisherInfo
 from weight_sync.protocol.messages import ReceiverHello
 from weight_sync.protocol.peer import Pin, RoundTracker
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import ABORTED, SUPERSEDED, Timing
-from weight_sync.protocol.slots import NUM_SLOTS, Copies, Slots
+from weight_sync.protocol.swap_scheduler import max_loads
 
 COORDINATOR_NAME, PUBLISHER_NAME = "weight_sync.0", "publisher.0"
 
 
 def timing_of(setting: Setting) -> Timing:
-    """Return the deadlines of weight sync, stretched for members that speak seldom."""
+    """Return the deadlines of weight sync, stretched for members that speak seldom and tell no progress."""
     usual = Timing.of(setting.sync_deadline_s)
-    return replace(usual, silence_s=SILENCE_S, dead_s=max(DEAD_S, usual.dead_s))
+    return replace(usual, silence_s=SILENCE_S, dead_s=max(DEAD_S, usual.dead_s), stall_s=math.inf)
 
 
 class CoordinatorActor(Actor):
@@ -36,7 +38,10 @@ class CoordinatorActor(Actor):
     def __init__(self, world: World, setting: Setting) -> None:
         super().__init__(world, COORDINATOR_NAME)
         members = setting.num_members + setting.standby
-        self.coordination = Coordination(timing_of(setting), min(setting.parallelism, members), token=1)
+        at_once = min(setting.parallelism, members)
+        self.coordination = Coordination(
+            timing_of(setting), at_once, token=1, max_unavailable=setting.max_unavailable
+        )
 
     def begin(self) -> None:
         self.every(TICK_S, self._tick)
@@ -213,8 +218,8 @@ class ReceiverActor(Actor):
         self._rounds = RoundTracker()
         self._to_swap: deque[str] = deque()
         self._swapping: set[str] = set()
-        members = setting.num_members
-        self._at_once = max(1, setting.parallelism // max(1, members))
+        at_once = max_loads(setting.parallelism, setting.max_unavailable, setting.replicas)
+        self._at_once = max(1, at_once // max(1, setting.num_members))
 
     def begin(self) -> None:
         info = ReceiverHello(

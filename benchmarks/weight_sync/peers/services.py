@@ -1,8 +1,8 @@
 """Our services as processes of their own, a learner that publishes, replicas that copy what they get.
 
 Owns the processes and the segments of one fleet. The services are the project's; the coordinator also
-notes when what passes it, which is how a transfer is timed: from the order to transfer to the last
-report of a verified copy.
+notes when what passes it, which is how a transfer is timed: from the order to transfer, or to map, to the
+last report of a verified copy.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class TimedCoordination(Coordination):
     def take_orders(self) -> list[Order]:
         orders = super().take_orders()
         for order in orders:
-            if order.to == PUBLISHER and order.kind == "transfer":
+            if order.kind == "map" or (order.to == PUBLISHER and order.kind == "transfer"):
                 self.pipe.send(("transfer", "", order.fields["number"], now_s()))
         return orders
 
-    def verified(self, name: str, round_id: int, number: int, now: float) -> None:
-        super().verified(name, round_id, number, now)
+    def verified(self, name: str, round_id: int, number: int, now: float, path: str = "") -> None:
+        super().verified(name, round_id, number, now, path)
         self.pipe.send(("verified", name, number, now_s()))
 
     def loaded(self, name: str, number: int, is_ok: bool, error: str, now: float) -> None:
@@ -68,17 +68,17 @@ class TimedCoordination(Coordination):
         self.pipe.send(("loaded", name, number, now_s()))
 
 
-def run_service(pipe: Connection, context: ServiceContext) -> None:
-    """Entry of a service's process: send the address, serve until the pipe closes."""
+def run_service(pipe: Connection, context: ServiceContext, node: str | None) -> None:
+    """Entry of a service's process: send the address, serve until the pipe closes; `node`: its mark."""
     service: Any
     if context.kind == "weight_sync":
         coordination = TimedCoordination(Timing.of(DEADLINE_S), context.config.weight_sync.parallelism)
         coordination.pipe = pipe
         service = CoordinatorService(coordination, ThreadRuntime(), context.bind, context.server_keys)
     elif context.kind == "publisher":
-        service = composition.build_publisher(context)
+        service = composition.build_publisher(context, node=node)
     else:
-        service = composition.build_receiver(context)
+        service = composition.build_receiver(context, node=node)
     stop = ThreadEvent()
     threading.Thread(target=_stop_at_the_end, args=(pipe, stop), daemon=True).start()
     pipe.send(service.status().address)
@@ -197,11 +197,18 @@ class Fleet:
     Args:
         source: See `run_learner`.
         has_keys: Sockets have keys, and broadcasts tags.
+        maps: Receivers map what the publisher of their node has; else they get its bytes, as on another node.
     """
 
     def __init__(
-        self, num_receivers: int, source: int | Path, bucket_bytes: int, has_keys: bool = True
+        self,
+        num_receivers: int,
+        source: int | Path,
+        bucket_bytes: int,
+        has_keys: bool = True,
+        maps: bool = False,
     ) -> None:
+        self._maps = maps
         self.context = make_context(bucket_bytes, has_keys=has_keys)
         self._peers: list[Peer] = []
         self._replicas: list[CopyingReplica] = []
@@ -283,7 +290,7 @@ class Fleet:
         shutil.rmtree(segments.SHM_DIR / self.context.shm_prefix, ignore_errors=True)
 
     def _start(self, name: str) -> Peer:
-        peer = Peer(name, run_service, replace(self.context, name=name))
+        peer = Peer(name, run_service, replace(self.context, name=name), None if self._maps else name)
         self._peers.append(peer)
         addresses = {**self.context.addresses, name: peer.hear()}
         self.context = replace(self.context, addresses=addresses)

@@ -59,7 +59,9 @@ def test_the_doctor_tells_each_preset_for_gpus_whether_it_fits_and_the_values_th
 
 def test_shared_memory_of_a_container_is_named_where_no_value_helps() -> None:
     found = verdicts(IN_CONTAINER)["preset eight_gpus"]
-    assert found.startswith("does not fit: rollout.replicas: the run takes 180 GB of /dev/shm, which has 64")
+    assert found.startswith(
+        "does not fit: weight_sync.parallelism: the run takes 81.9 GB of /dev/shm, which has 64"
+    )
     assert "--shm-size of a container" in found
 
 

@@ -125,7 +125,7 @@ def test_shared_memory_is_main_memory_too() -> None:
         "takes 11 GB of host, which has 11: buffer 6 (r) + versions 5 (3 x 2); lower rollout.replicas" in host
     )
     (shm,) = sizes.find_lacks(parts, Capacity(host=11 * GB, shm=5 * GB - 1))
-    assert shm.startswith("rollout.replicas: the run takes 5 GB of /dev/shm") and "remount" in shm
+    assert shm.startswith("weight_sync.parallelism: the run takes 5 GB of /dev/shm") and "remount" in shm
 
 
 def test_activations_are_estimated_and_never_a_reason_to_refuse() -> None:
@@ -246,9 +246,10 @@ def test_the_buffer_takes_what_may_be_in_flight_and_never_more_than_its_ceiling(
 @pytest.mark.parametrize(
     ("sections", "num_versions"),
     [
-        ({"rollout": {"replicas": 2}}, 3 + 2 * 2),
-        ({"rollout": {"replicas": 2, "standby": 1}}, 3 + 2 * 3),
-        ({"rollout": {"replicas": {"min": 2, "max": 9}}}, 3 + 2 * 2),
+        ({"rollout": {"replicas": 2}}, 3 + 2),
+        ({"rollout": {"replicas": 2}, "weight_sync": {"parallelism": 4}}, 3 + 2 * 2),
+        ({"rollout": {"replicas": 2, "standby": 1}, "weight_sync": {"parallelism": 4}}, 3 + 2 * 3),
+        ({"rollout": {"replicas": {"min": 2, "max": 9}}, "weight_sync": {"parallelism": 4}}, 3 + 2 * 2),
         ({"rollout": {"replicas": {"min": 2, "max": 9}}, "launcher": {"ray": "auto"}}, 3),
         ({"rollout": {"replicas": 2, "standby": 1}, "launcher": {"ray": "auto"}}, 3),
     ],
@@ -260,4 +261,4 @@ def test_only_the_versions_of_replicas_that_are_here_for_certain_are_a_reason_to
     need = 2 * GB * num_versions
     assert list(checks.check_memory(config, Capacity(shm=need))) == []
     (line,) = checks.check_memory(config, Capacity(shm=need - 1))
-    assert line.startswith("rollout.replicas: ") and f"{NUM_AT_PUBLISHER} at the publisher" in line
+    assert line.startswith("weight_sync.parallelism: ") and f"{NUM_AT_PUBLISHER} at the publisher" in line

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tests.simulation.parts.strikes import Kind, draw_strikes
 from tests.simulation.sync.scenario import KINDS as SYNC_KINDS
+from tests.simulation.sync.scenario import ROOMS
 from tests.simulation.sync.scenario import Scenario as SyncScenario
 
 SERVICES = (
@@ -171,6 +172,7 @@ def draw_scenario(seed: int, faults: str) -> Scenario:
         uses_delta=dice.random() < 0.2,
         preempts=dice.choice((0.0, 0.0, 0.02)),
         strikes=draw_strikes(dice, KINDS, aims, dice.randint(1, 6) if aims else 0, replicas),
+        rooms=random.Random(f"rooms/{faults}/{seed}").choice(ROOMS),
         steps=dice.randint(3, 6),
         step_s=dice.uniform(0.2, 1.0),
         groups_per_step=dice.randint(2, 4),

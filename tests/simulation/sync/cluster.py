@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.buffer.messages import EvaluationOrder, LeaseReply
+from asyncrl.core.errors import SyncError
 from asyncrl.core.service import Service
 from asyncrl.core.service_command import Drain
 from asyncrl.core.staleness import PolicyVersion
@@ -32,8 +33,9 @@ from tests.simulation.sync.scenario import Scenario
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import read_fences, take_token
 from weight_sync.link import ReceiverLink
+from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.pool import SegmentPool
-from weight_sync.memory.staging_area import StagingArea
+from weight_sync.memory.staging_area import Copy, StagingArea
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
 from weight_sync.publisher import Endpoint, PublisherService
@@ -177,6 +179,7 @@ class SyncCluster:
             self.carriage.transports(runtime),
             runtime,
             address_of("publisher.0"),
+            node=self.scenario.node_of("publisher.0"),
         )
         self.serve("publisher.0", runtime, service)
 
@@ -186,12 +189,16 @@ class SyncCluster:
             address_of("weight_sync.0"),
             name,
             f"{runtime.pid}-{runtime.wall_ns()}",
-            StagingArea(f"{self.prefix}{name}-", runtime.new_id()[:8], keeps_base=keeps_base),
+            (_Blind if name in self.scenario.blind else StagingArea)(
+                f"{self.prefix}{name}-", runtime.new_id()[:8], keeps_base=keeps_base
+            ),
             self.carriage.transports(runtime),
             runtime,
             lost_s=self.timing.silence_s + self.timing.poll_s,
             bind=address_of(name),
+            node=self.scenario.node_of(name),
         )
+        self.judge.watch_copies(runtime.process, service._staging)
         self.serve(name, runtime, service)
 
     def _roll_out(self, name: str, runtime: SimRuntime) -> None:
@@ -246,6 +253,13 @@ class SyncCluster:
             return False
         self.judge.hear_publish(runtime.process, token, number)
         return True
+
+
+class _Blind(StagingArea):
+    """One that cannot map what others share."""
+
+    def map_shared(self, manifest: Manifest, shared: str) -> Copy:
+        raise SyncError("there is no such file here")
 
 
 class _NoRunner:

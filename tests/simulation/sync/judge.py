@@ -11,10 +11,12 @@ from collections import defaultdict
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.world import Process, World
-from tests.simulation.sync.content import Truth
+from tests.simulation.sync.content import Truth, bytes_of
+from weight_sync.memory.staging import view_tensor
+from weight_sync.memory.staging_area import StagingArea
 from weight_sync.protocol.protocol import Coordination
 
-LOOK_S = 0.5
+LOOK_S, COPIES_S = 0.5, 0.1
 
 
 class Judge:
@@ -99,6 +101,26 @@ class Judge:
             if pipe.line.process is process and pipe.listener.process.name == "publisher.0"
         ]
         return ends[-1] if ends else ""
+
+    # --- receivers ------------------------------------------------------------------------------------
+
+    def watch_copies(self, process: Process, staging: StagingArea) -> None:
+        """Look often at the verified copies of a receiver: nobody writes to what may be loaded."""
+        if self.world.is_over or not process.is_alive:
+            return
+        copies = staging._copies
+        for copy in filter(None, (copies._verified, copies._committed, copies._taken)):
+            found = {
+                name: bytes_of(tensor)
+                for name, tensor in (
+                    (one.name, view_tensor(copy.bytes_B.numpy().data, one)) for one in copy.manifest.tensors
+                )
+            }
+            if not self.truth.is_right(copy.number, found):
+                how = "mapped" if copy.is_mapped else "received"
+                self.say(f"S4: version {copy.number}, which {process} has {how}, was written to")
+                return
+        self.world.after(COPIES_S, self.watch_copies, process, staging)
 
     # --- coordinators -----------------------------------------------------------------------------
 

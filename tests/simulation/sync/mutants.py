@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from asyncrl.core.rpc.client import AsyncClient, Client
@@ -9,11 +10,14 @@ from tests.simulation.mutation import Mutant, Patch, always
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.order_queue import OrderQueue
 from weight_sync.coordinator_session import CoordinatorSession
+from weight_sync.memory import segments
 from weight_sync.memory.pool import SegmentPool, Slot
 from weight_sync.memory.staging_area import Copy, StagingArea
+from weight_sync.protocol.copies.sharing import CopySharing
 from weight_sync.protocol.members import Member
 from weight_sync.protocol.peer import CoordinatorEpoch, EpochCheck, Pin, RoundTracker
 from weight_sync.protocol.protocol import Coordination
+from weight_sync.protocol.rounds import Round
 from weight_sync.publisher import PublisherService
 from weight_sync.publisher_client import PublisherClient
 from weight_sync.receiving.inbound_rounds import InboundRounds
@@ -61,6 +65,14 @@ def _deliver_any(self: CoordinatorSession, session: int) -> bool:
 
 def _never_lift(self: Member) -> None:
     pass
+
+
+def _choose_first(self: CopySharing, members: Iterable[Member], rounds: Iterable[Round]) -> list[Member]:
+    """Send to the first member of each node alone, whatever becomes of it."""
+    first: dict[str, str] = {}
+    for member in self._state.members.values():
+        first.setdefault(member.node, member.name)
+    return [member for member in members if first[member.node] == member.name]
 
 
 def _unverified(self: Any, manifest: Any) -> Any:
@@ -144,11 +156,12 @@ MUTANTS = (
     ),
     Mutant(
         "ghosts",
-        "who was followed by another replica is not heard, and what it reads not written (both)",
+        "who was followed by another replica is not heard, and what it reads not written (all guards)",
         "zombie",
         (
             Patch(ReplicaSession, "_is_superseded", always(False)),
             Patch(StagingArea, "quarantine", always(None)),
+            Patch(segments, "is_read", always(False)),
         ),
     ),
     Mutant(
@@ -204,6 +217,24 @@ MUTANTS = (
         "a transfer that was aborted gives its copy back",
         "general",
         (Patch(PublisherService, "_abort", always(None)), Patch(InboundRounds, "abort", always(None))),
+    ),
+    Mutant(
+        "mapped_kept",
+        "a segment that a process of the node has mapped is not written to",
+        "shared",
+        (Patch(segments, "is_read", always(False)),),
+    ),
+    Mutant(
+        "another_takes_over",
+        "nobody waits for a copy of a member that receives it no more",
+        "shared",
+        (Patch(CopySharing, "choose_receivers", _choose_first),),
+    ),
+    Mutant(
+        "sent_if_not_mapped",
+        "who cannot map a version gets its bytes",
+        "shared",
+        (Patch(CopySharing, "_may_map", always(True)),),
     ),
     Mutant(
         "fences_end", "a fence is lifted by catching up", "silent", (Patch(Member, "catch_up", _never_lift),)

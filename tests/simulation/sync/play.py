@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.simulation.kernel.network import Wires
@@ -18,7 +19,8 @@ from tests.simulation.sync.scenario import Scenario, draw_scenario
 PATIENCE_S = 90.0
 """Virtual seconds after the last fault within which all must have come to the last version."""
 MAX_SEGMENTS = {"publisher": 10, "receiver": 3}
-"""Of a name's processes at rest. A receiver's: two free ones, and one that is the base of differences."""
+"""Of a name's processes at rest. A receiver's: two free ones, and one that is the base of differences. A
+segment that is shared has a second name."""
 
 
 def play(seed: int, faults: str = "general", keeps_lines: bool = False) -> Outcome:
@@ -84,11 +86,18 @@ class Stage:
             judge.say(f"bug: {sentence}")
         for sentence in cluster.carriage.faults:
             judge.say(f"S5: {sentence}")
-        files = (path.name for path in self._folder.iterdir() if path.is_file())
-        for name, num in Counter(file.partition("-")[0] for file in files).items():
+        for name, num in Counter(path.name.partition("-")[0] for path in self._segments()).items():
             most = MAX_SEGMENTS[name.partition(".")[0]]
             if num > most:
                 judge.say(f"leak: {num} segments of {name} are left, at most {most} are in use")
+
+    def _segments(self) -> Iterator[Path]:
+        """Yield the segments that are left, and say of names that are left without them."""
+        paths = {path for path in self._folder.iterdir() if path.is_file()}
+        for path in paths:
+            is_shared = path.suffix[1:].isdigit() and path.with_suffix("") in paths
+            if not is_shared:
+                yield path
 
 
 def strike_weights(cluster: SyncCluster, strike: Strike) -> bool:

@@ -50,7 +50,28 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "refusing": ("refuse", "refuse", "slow", "slow", "cut:rollout.*"),
     "hostile": ("intrude", "intrude", "swell", "slow"),
     "broken_lines": ("cut", "slow"),
+    "shared": (
+        *(
+            "ambush:receiver.*",
+            "ambush:receiver.*",
+            "kill:receiver.*",
+            "kill:publisher.0",
+            "ambush:publisher.0",
+        ),
+        *(
+            "kill:rollout.*",
+            "twin:rollout.*",
+            "stop:receiver.*",
+            "twin:receiver.*",
+            "refuse",
+            "garble",
+            "join",
+        ),
+    ),
 }
+ROOMS = ("apart", "apart", "pairs", "one")
+"""Ways to place receivers: each on a node of its own, two on each, or all on the publisher's."""
+BLIND_SHARE = 0.15
 
 
 @dataclass(frozen=True)
@@ -60,6 +81,8 @@ class Scenario:
     Attributes:
         every_s: Seconds of a learner's step.
         preempts: Share of the calls of a runtime at which another thread may run.
+        rooms: Which processes see the same shared memory, see `ROOMS`.
+        blind: Receivers that cannot map what they seem to see.
     """
 
     seed: int
@@ -72,6 +95,15 @@ class Scenario:
     uses_delta: bool
     preempts: float
     strikes: tuple[Strike, ...]
+    rooms: str = "apart"
+    blind: tuple[str, ...] = ()
+
+    def node_of(self, name: str) -> str:
+        """Return the mark of the node of a service."""
+        kind, _, index = name.partition(".")
+        if kind == "publisher" or self.rooms == "one":
+            return "node"
+        return f"host.{int(index) // 2}" if self.rooms == "pairs" else f"host.{index}"
 
     @property
     def calm_at(self) -> float:
@@ -84,7 +116,7 @@ class Scenario:
             f"seed {self.seed}: {self.replicas} replicas, {self.versions} versions, "
             f"one in {self.every_s:.2f} s, {self.bytes_per_s:.0f} bytes per s, "
             f"deadline {self.deadline_s:.1f} s, parallelism {self.parallelism}, preempts {self.preempts}"
-            f"{', delta' if self.uses_delta else ''}"
+            f"{', delta' if self.uses_delta else ''}, rooms {self.rooms}, blind {self.blind}"
         )
         return [shape, *map(str, self.strikes)]
 
@@ -92,11 +124,12 @@ class Scenario:
 def draw_scenario(seed: int, faults: str) -> Scenario:
     """Return what a seed stands for in a class of faults."""
     dice = random.Random(f"sync/{faults}/{seed}")
-    replicas, aims = dice.randint(1, 3), CLASSES[faults]
+    replicas, aims, more = dice.randint(1, 3), CLASSES[faults], random.Random(f"rooms/{faults}/{seed}")
+    is_shared = faults == "shared"
     num = dice.randint(1, 8) if aims else 0
     return Scenario(
         seed=seed,
-        replicas=replicas,
+        replicas=replicas + is_shared,
         versions=dice.randint(3, 7),
         every_s=dice.uniform(0.5, 2.0),
         bytes_per_s=dice.choice((4_000.0, 12_000.0, 60_000.0)),
@@ -104,5 +137,7 @@ def draw_scenario(seed: int, faults: str) -> Scenario:
         parallelism=dice.randint(1, 2),
         uses_delta=faults == "delta" or dice.random() < 0.25,
         preempts=dice.choice((0.0, 0.0, 0.02, 0.2)),
-        strikes=draw_strikes(dice, KINDS, aims, num, replicas),
+        strikes=draw_strikes(dice, KINDS, aims, num, replicas + is_shared),
+        rooms=more.choice(ROOMS[2:] if is_shared else ROOMS),
+        blind=tuple(f"receiver.{index}" for index in range(replicas) if more.random() < BLIND_SHARE),
     )

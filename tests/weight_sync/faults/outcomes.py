@@ -36,7 +36,7 @@ def check_loads(stage: Stage) -> None:
 
 def check_nothing_is_left(stage: Stage) -> None:
     """All have ended: with the processes their sockets and descriptors are gone, the segments must be too."""
-    assert segments.find(stage.cluster.shm_prefix) == []
+    assert segments.find_names(stage.cluster.shm_prefix) == []
     assert all(state_of(stage.party(name).pid) == "X" for name in stage.names())
 
 

@@ -11,7 +11,8 @@ from asyncrl.core.staleness import PolicyVersion
 from tests.weight_sync.protocol.test_late_calls import receiver
 from weight_sync.memory import segments, staging_area
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
-from weight_sync.protocol.messages import Abort, Accepted, Failed, Offer
+from weight_sync.protocol.messages import Abort, Accepted, Failed, Offer, Progress
+from weight_sync.receiving import inbound_rounds
 from weight_sync.receiving.receiver import ReceiverService
 
 __all__ = ["receiver"]
@@ -62,6 +63,21 @@ def test_an_offer_that_comes_again_while_it_is_being_reserved_is_answered_once(
     while turn(receiver):
         pass
     assert reported(receiver) == [Accepted(9)]
+
+
+def test_progress_is_told_now_and_then_while_memory_is_reserved_and_buckets_are_checked(
+    receiver: ReceiverService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(receiver)
+    assert turn(receiver) and reported(receiver) == [], "little time has passed"
+    monkeypatch.setattr(inbound_rounds, "PROGRESS_EVERY_S", 0.0)
+    assert turn(receiver) and turn(receiver)
+    assert reported(receiver) == [Progress(9, 3), Progress(9, 4)]
+    while turn(receiver):
+        pass
+    incoming = receiver._rounds._incoming[9]
+    receiver._rounds._counting(incoming)(0, incoming.copy.bytes_B)
+    assert reported(receiver) == [Progress(9, 5), Accepted(9), Progress(9, 6)]
 
 
 def test_an_abort_between_two_pieces_ends_the_reservation_and_leaves_no_segment(

@@ -33,18 +33,28 @@ class World:
 
     Args:
         is_prompt: Without it, events that come between two looks at the orders are settled together.
+        node: Of the publisher.
     """
 
     def __init__(
-        self, *names: str, parallelism: int = 1, uses_delta: bool = False, is_prompt: bool = True
+        self,
+        *names: str,
+        parallelism: int = 1,
+        uses_delta: bool = False,
+        is_prompt: bool = True,
+        node: str = "",
+        timing: Timing = TIMING,
+        max_unavailable: float | None = None,
     ) -> None:
         self.now = 100.0
         kind = PromptCoordination if is_prompt else Coordination
-        self.coordination = kind(TIMING, parallelism, uses_delta=uses_delta)
+        self.coordination = kind(timing, parallelism, uses_delta=uses_delta, max_unavailable=max_unavailable)
         self.sent: list[Order] = []
         self.publisher = "p"
         self.after_step: Callable[[], None] = lambda: None
-        self.coordination.publisher_hello(PublisherInfo("p", "127.0.0.1", 1, self.now), None, self.now)
+        self.node = node
+        publisher = PublisherInfo("p", "127.0.0.1", 1, self.now, node=node)
+        self.coordination.publisher_hello(publisher, None, self.now)
         for name in names:
             self.join(name)
 
@@ -53,7 +63,9 @@ class World:
         self.coordination.attended(name, self.now)
 
     def publish(self, number: int) -> None:
-        self.coordination.published(PolicyVersion(number, number - 1), self.now)
+        path = f"publisher/{number}" if self.node else ""
+        num_bytes = 1000 if self.node else 0
+        self.coordination.published(PolicyVersion(number, number - 1), self.now, num_bytes, path)
 
     def take(self) -> list[Order]:
         orders = self.coordination.take_orders()
@@ -73,8 +85,9 @@ class World:
         name, fields, coordination = order.to, order.fields, self.coordination
         if order.kind == "offer":
             coordination.accepted(name, fields["round"], self.now)
-        elif order.kind == "transfer":
-            coordination.verified(name, fields["round"], fields["number"], self.now)
+        elif order.kind in ("transfer", "map"):
+            path = f"{name}/{fields['number']}" if order.kind == "transfer" and self.member(name).node else ""
+            coordination.verified(name, fields["round"], fields["number"], self.now, path)
         elif order.kind == "commit" and loads:
             coordination.loaded(name, fields["number"], True, "", self.now)
 

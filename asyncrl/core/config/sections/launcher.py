@@ -29,6 +29,8 @@ class WeightSyncSection(Section):
     """URL for fsspec where replicas without a common network read weights. For example: s3://bucket/run"""
     parallelism: Count = 1
     """[replicas] Replicas that load a version at once; the others continue to generate."""
+    max_unavailable: Annotated[float, Field(gt=0, le=1)] | None = None
+    """[1] Share of the replicas that may load at once; the smaller of it and `parallelism` counts."""
     deadline_s: Seconds = 60.0
     """[s] Deadline of a sync round; late replicas are left out and catch up."""
     bucket_bytes: Annotated[int, Field(ge=1 << 10, le=1 << 30)] = 16 << 20

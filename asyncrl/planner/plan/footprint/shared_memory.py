@@ -1,8 +1,11 @@
 """Demand for `/dev/shm` of the staged versions on one host.
 
 Owns the rule: weight sync keeps 3 versions at the publisher (the current one, one in transfer, one being
-written) and 2 at each receiver (one that the engine loads, one that arrives); with `encoding: delta` one
-more at each, as the base of differences. Never reserves anything: the services do, as versions come.
+written), which the receivers of its host map. A replica that loads keeps 2 from being written to (one that
+its engine loads, one that waits), whose segments the publisher replaces if it needs them. On another host the
+same holds for the receiver that gets the versions for all. With `encoding: delta` there is one more at the
+publisher, and at a receiver that versions are sent to, as the base of differences. Never reserves anything:
+the services do, as versions come.
 Invariant: the count is the most that is in use at once, with the receivers that are on this host.
 """
 
@@ -17,6 +20,7 @@ from pathlib import Path
 from asyncrl.core.config.tree import Config
 from asyncrl.core.files.weight_files import read_shapes
 from asyncrl.planner import named_models
+from weight_sync.protocol.swap_scheduler import max_loads
 
 SHM_DIR = Path("/dev/shm")
 NUM_AT_PUBLISHER, NUM_AT_RECEIVER = 3, 2
@@ -51,7 +55,7 @@ class SharedMemory:
             return need
         return (
             f"warning: {need}; only {free_bytes / GB:.3g} GB are free: enlarge it "
-            f"(mount -o remount,size=..., or --shm-size of a container), or lower rollout.replicas"
+            f"(mount -o remount,size=..., or --shm-size of a container), or lower weight_sync.parallelism"
         )
 
 
@@ -61,19 +65,26 @@ def count(config: Config, receivers: int) -> SharedMemory | None:
     Args:
         receivers: That are on the publisher's host.
     """
-    at_publisher, at_receiver = (
-        num + config.weight_sync.uses_delta for num in (NUM_AT_PUBLISHER, NUM_AT_RECEIVER)
-    )
+    section = config.weight_sync
+    at_publisher = NUM_AT_PUBLISHER + section.uses_delta
+    loads = min(receivers, max_loads(section.parallelism, section.max_unavailable, receivers))
     rule = f"{at_publisher} at the publisher"
-    if receivers:
-        rule = f"({rule} + {at_receiver} at each of {receivers} receivers)"
-    return _count_versions(config, at_publisher + at_receiver * receivers, rule)
+    if loads:
+        rule = f"({rule} + {NUM_AT_RECEIVER} for each of {loads} replicas that load at once)"
+    return _count_versions(config, at_publisher + NUM_AT_RECEIVER * loads, rule)
 
 
 def count_at_receiver(config: Config) -> SharedMemory | None:
-    """Return what one receiver takes of its node, where that is not the publisher's; None as of `count`."""
-    num_versions = NUM_AT_RECEIVER + config.weight_sync.uses_delta
-    return _count_versions(config, num_versions, f"{num_versions} at its receiver")
+    """Return what one receiver takes of its node, where that is not the publisher's; None as of `count`.
+
+    Those of a node share the copy of one of them.
+    """
+    section = config.weight_sync
+    num_versions, loads = NUM_AT_RECEIVER + section.uses_delta, section.parallelism
+    shared = (
+        f"several on a node share {num_versions}, and {NUM_AT_RECEIVER} for each of {loads} that load at once"
+    )
+    return _count_versions(config, num_versions, f"{num_versions} at its receiver ({shared})")
 
 
 def _count_versions(config: Config, num_versions: int, rule: str) -> SharedMemory | None:

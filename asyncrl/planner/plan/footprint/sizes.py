@@ -35,13 +35,14 @@ FROM_HIDDEN, FROM_MLP, FROM_HEADS = 6, 4, 4
 2.13, scaled dot-product attention): 4884, where 6 x 256 + 4 x 512 + 4 x (8 + 2) x 32 are 4864."""
 REMEDIES = {
     HOST: "lower rollout.replicas, rollout.kv_cache_bytes or buffer.memory_bytes, or take a smaller model",
-    SHM: "enlarge it (mount -o remount,size=..., or --shm-size of a container), or lower rollout.replicas",
+    SHM: "enlarge it (mount -o remount,size=..., or --shm-size of a container), or lower "
+    "weight_sync.parallelism",
     LEARNER_GPU: "raise learner.tp, learner.pp or learner.dp, or set learner.offload",
     ROLLOUT_GPU: "raise rollout.gpus",
 }
 REMEDY_OF_SHARE = "raise this share of the GPU and lower the other one"
 NONE_SHARED: Mapping[str, float] = {}
-KEYS = {SHM: "rollout.replicas", LEARNER_GPU: "learner.gpus", ROLLOUT_GPU: "rollout.gpus"}
+KEYS = {SHM: "weight_sync.parallelism", LEARNER_GPU: "learner.gpus", ROLLOUT_GPU: "rollout.gpus"}
 """The key that a line begins with."""
 KEYS_OF_HOST = {
     BUFFER: "buffer.memory_bytes",

@@ -180,7 +180,7 @@ def sync(config: Config, folder: Path) -> Any:
     )
     service._server.close()
     state = service._coordination._state
-    return state.timing, state.parallelism, state.uses_delta
+    return state.timing, state.parallelism, state.uses_delta, state.max_unavailable
 
 
 def leader(config: Config, folder: Path) -> Any:
@@ -331,6 +331,7 @@ EFFECTS: tuple[tuple[str, Look, Any, Changes], ...] = (
     ("weight_sync.backend", plan, "gloo", GPUS),
     ("weight_sync.folder", plan, "memory://bucket", {}),
     ("weight_sync.parallelism", sync, 3, {}),
+    ("weight_sync.max_unavailable", sync, 0.5, {}),
     ("weight_sync.deadline_s", sync, 9.0, {}),
     ("weight_sync.encoding", sync, "delta", {}),
     ("eval.every_steps", plan, 5, {"data.eval": "e"}),

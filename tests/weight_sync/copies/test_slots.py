@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from weight_sync.protocol.slots import Copies
+from weight_sync.protocol.copies.slots import Copies
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,65 @@
+"""Reports of members and of the publisher about a round, and what each changes in it (pure).
+
+Owns no state: rounds and members are the round manager's and the coordination's. A report of a round that is
+over changes the member alone, whose copy stays where it is.
+Invariant: a part of a round that is final stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+
+from asyncrl.core.staleness import UNLOADED
+from weight_sync.protocol.members import Member
+from weight_sync.protocol.round_manager import RoundManager
+from weight_sync.protocol.rounds import DIGEST, TRANSPORT, Part, Round, Sender
+from weight_sync.protocol.state import CoordinationState
+
+
+class RoundReports:
+    """See the module. `round_` is None where the round is over, or was never known."""
+
+    def __init__(self, state: CoordinationState, rounds: RoundManager) -> None:
+        self._state, self._rounds = state, rounds
+
+    def note_verified(self, member: Member, round_: Round | None, number: int, path: str, now: float) -> None:
+        """The member holds version `number`; others of its node may map it as `path`."""
+        if round_ is not None and round_.parts.get(member.name) is Part.RECEIVING:
+            self._rounds.set_part(round_, member.name, Part.VERIFIED)
+            member.last_round_s = now - round_.started
+            member.note_arrival(round_)
+            way = "bytes_mapped" if round_.is_mapped else "bytes_copied"
+            self._state.counters[way] += self._state.num_bytes
+        # Also if its round is over: it holds these bytes. Those that it maps are not kept for differences.
+        member.base = UNLOADED if round_ is not None and round_.is_mapped else number
+        if path:
+            member.shared, member.shared_path = number, path
+
+    def note_failed(self, member: Member, round_: Round, cause: str, num_buckets: int, now: float) -> None:
+        """The member could not accept, receive, map or verify."""
+        if round_.parts.get(member.name) not in (Part.OFFERED, Part.RECEIVING):
+            return
+        if round_.is_mapped:
+            part = self._rounds.sharing.note_failure(member, round_, cause)
+            self._rounds.set_part(round_, member.name, part)
+            return
+        self._rounds.set_part(round_, member.name, Part.FAILED)
+        round_.causes[member.name] = member.last_error = cause
+        member.num_buckets = num_buckets
+        if cause == DIGEST:
+            member.base = UNLOADED  # if a difference was wrong, whole buckets are next
+        if cause == TRANSPORT:
+            self._rounds.break_up(round_, TRANSPORT, now)
+
+    def note_sent(self, round_: Round, num_bytes: int, now: float) -> None:
+        """The publisher has sent all buckets, or stored them in the folder."""
+        if round_.sender is Sender.PENDING:
+            round_.sender, round_.num_bytes = Sender.SENT, num_bytes
+            self._state.counters["bytes_sent"] += num_bytes
+            self._rounds.start_receiving(round_, now)
+
+    def note_send_failed(self, round_: Round, cause: str, begun_s: float, now: float) -> None:
+        """The publisher could not send, or answers an abort."""
+        if round_.sender is Sender.PENDING:
+            self._rounds.fail_to_send(round_, cause, now)
+        self._rounds.hear_publisher(round_, math.inf if begun_s < 0 else now - begun_s)
