@@ -1,4 +1,4 @@
-"""Failure attribution: exclude, isolate for one round, or retry (pure).
+"""Failure attribution: who is late, and whether to exclude, isolate for one round, or retry (pure).
 
 Invariant: a member that answered in time is blamed only for an error that it reported of itself, for being
 late when others were not, or for failing without others while the publisher is alive.
@@ -6,6 +6,7 @@ late when others were not, or for failing without others while the publisher is 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from weight_sync.protocol.members import Member
@@ -13,9 +14,13 @@ from weight_sync.protocol.rounds import (
     ABORTED,
     DEADLINE,
     DIGEST,
+    LATE_MAP,
     LEFT,
+    OPEN_PARTS,
     OVERDUE,
     PUBLISHER_LOST,
+    SILENT,
+    STANDS_STILL,
     STORE,
     SUPERSEDED,
     TRANSPORT,
@@ -30,6 +35,8 @@ BLAMELESS = (PUBLISHER_LOST, SUPERSEDED, LEFT)
 """Causes of a broken round for which no member is suspected."""
 UNEXPLAINED = ("", TRANSPORT, ABORTED)
 """Causes reported by a member that suffers from the fault of another member or the publisher."""
+SLACK_S = 1e-6
+"""A time of silence is looked at so much earlier, as sums of times are rounded."""
 
 
 class FailureAttribution:
@@ -49,6 +56,27 @@ class FailureAttribution:
         self._judge_rest([member for member in failed if member not in explained], round_, now)
         self._count(round_)
         self._state.note(_record(round_, now))
+
+    def lateness_of(self, round_: Round, name: str, now: float) -> str | None:
+        """Return the cause for which a member is not waited for any longer; None if it is."""
+        is_asked = round_.parts[name] is Part.OFFERED or round_.is_mapped
+        if is_asked and now >= round_.until:
+            return LATE_MAP if round_.is_mapped else "no answer to the offer"
+        if is_asked and self.stands_still(round_, now, name):
+            return STANDS_STILL
+        return SILENT if self._state.is_silent(self._state.members[name].last_seen, now) else None
+
+    def stands_still(self, round_: Round, now: float, *names: str) -> bool:
+        """Tell whether none of `names` has made progress for too long."""
+        return now - round_.moved_at(*names) >= self._state.deadlines(round_.lane).stall_s
+
+    def note_heard(self, round_: Round) -> None:
+        """Work out until when nobody who is waited for is silent, or stands still, for too long."""
+        names = round_.those(*OPEN_PARTS)
+        heard = (self._state.members[name].last_seen for name in names)
+        moved = min(map(round_.moved_at, names), default=math.inf)
+        silent_at = min(heard, default=math.inf) + self._state.timing.silence_s
+        round_.look_at = min(silent_at, moved + self._state.deadlines(round_.lane).stall_s) - SLACK_S
 
     def _judge_explained(self, members: list[Member], round_: Round, now: float) -> None:
         """Blame members that reported a cause; if the bytes are wrong for all, blame the publisher."""

@@ -2,31 +2,30 @@
 
 Owns the active rounds and the memberships. A round per version and set of members: offer → transfer → verify,
 or map → verify where a process of the members' node has the version. Invariants: an offer is always of the
-newest published version; a membership number names one set of processes for ever; no round outlasts its deadline.
+newest published version; a membership number names one set of processes for ever; no round outlasts its
+deadline.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
-from asyncrl.core.staleness import UNLOADED
 from weight_sync.protocol.copies.sharing import CopySharing, Holder
-from weight_sync.protocol.failure_attribution import FailureAttribution
+from weight_sync.protocol.failure_attribution import SLACK_S, FailureAttribution
 from weight_sync.protocol.members import Member, MemberState, PublisherInfo
 from weight_sync.protocol.messages import Abort, Close, MapCopy, Offer, Transfer
 from weight_sync.protocol.rounds import (
     DEADLINE,
     FINAL_PARTS,
-    LATE_MAP,
     LEFT,
     OPEN_PARTS,
     OVERDUE,
     PUBLISHER_LOST,
     SILENT,
     STALLED,
-    STANDS_STILL,
     STORE,
     SUPERSEDED,
     TRANSPORT,
@@ -38,9 +37,6 @@ from weight_sync.protocol.rounds import (
     Sender,
 )
 from weight_sync.protocol.state import PUBLISHER, CoordinationState
-
-SLACK_S = 1e-6
-"""A time of silence is looked at so much earlier, as sums of times are rounded."""
 
 
 class RoundManager:
@@ -203,7 +199,8 @@ class RoundManager:
         state.lagging = {one.name for one in wanting} | {one.name for one in lagging if now < one.retry_at}
         if not wanting:
             return
-        able = [m for m in wanting if not self._is_busy(m) and not state.is_silent(m.last_seen, now)]
+        heard = [member for member in wanting if not state.is_silent(member.last_seen, now)]
+        able = [member for member in heard if not _is_busy(member, self.active.values())]
         for holder, mappers in self.sharing.find_mappers(able).items():
             self._map(holder, mappers, now)
         if not state.is_silent(state.publisher.last_seen, now):
@@ -225,24 +222,16 @@ class RoundManager:
             # The member that came furthest first: it is the least likely to take all of its deadline.
             self._offer(Lane.LONE, sorted(lone, key=lambda member: -member.num_buckets), now, most=1)
 
-    def _is_busy(self, member: Member) -> bool:
-        """Tell whether it is in a round: one that it has left is not judged with it, and may end later."""
-        rounds = (round_ for round_ in self.active.values() if member.name in round_.parts)
-        return any(not round_.has_left(member.name) for round_ in rounds)
-
     def _offer(self, lane: Lane, wanting: list[Member], now: float, most: int | None = None) -> None:
-        members = self.sharing.choose_receivers(wanting, self.active.values())[:most]
-        if not members:
-            return
-        round_ = self._begin(lane, members, Part.OFFERED, now)
-        for member in members:
-            self._state.order(member.name, Offer(round_.id, round_.version.number))
+        if members := self.sharing.choose_receivers(wanting, self.active.values())[:most]:
+            round_ = self._begin(lane, members, Part.OFFERED, now)
+            for member in members:
+                self._state.order(member.name, Offer(round_.id, round_.version.number))
 
     def _map(self, holder: Holder, members: list[Member], now: float) -> None:
         """Let members map what a process of their node holds; the deadline is that of an offer."""
         round_ = self._begin(Lane.MAPPED, members, Part.RECEIVING, now)
-        round_.phase, round_.sender = Phase.TRANSFER, Sender.SENT
-        round_.receivers = tuple(round_.parts)
+        round_.phase, round_.sender, round_.receivers = Phase.TRANSFER, Sender.SENT, tuple(round_.parts)
         round_.holder, round_.holder_incarnation = holder.name, holder.incarnation
         for member in members:
             self._state.order(member.name, MapCopy(round_.id, round_.version.number, holder.path))
@@ -250,8 +239,7 @@ class RoundManager:
     def _begin(self, lane: Lane, members: list[Member], part: Part, now: float) -> Round:
         version = self._state.current
         assert version is not None, "there is a version to send or to map"
-        until = now + self._state.deadlines(lane).offer_s
-        parts = dict.fromkeys((member.name for member in members), part)
+        until, parts = now + self._state.deadlines(lane).offer_s, {member.name: part for member in members}
         round_ = Round(self._state.next_id(), lane, version, now, until, parts, phase_began=now)
         self.active[round_.id] = round_
         for member in members:
@@ -263,31 +251,11 @@ class RoundManager:
     def _progress_offer(self, round_: Round, now: float) -> None:
         if now >= min(round_.until, round_.look_at):
             for name in round_.those(Part.OFFERED, Part.ACCEPTED):
-                if (cause := self._lateness_of(round_, name, now)) is not None:
+                if (cause := self._attribution.lateness_of(round_, name, now)) is not None:
                     self._leave_out(round_, name, cause)
-            self._note_heard(round_)
+            self._attribution.note_heard(round_)
         if not round_.has(Part.OFFERED) and round_.has(Part.ACCEPTED):
             self._start_transfer(round_, now)
-
-    def _lateness_of(self, round_: Round, name: str, now: float) -> str | None:
-        """Return the cause for which a member is not waited for any longer; None if it is."""
-        is_asked = round_.parts[name] is Part.OFFERED or round_.is_mapped
-        if is_asked and now >= round_.until:
-            return LATE_MAP if round_.is_mapped else "no answer to the offer"
-        if is_asked and self._stands_still(round_, now, name):
-            return STANDS_STILL
-        return SILENT if self._state.is_silent(self._state.members[name].last_seen, now) else None
-
-    def _stands_still(self, round_: Round, now: float, *names: str) -> bool:
-        return now - round_.moved_at(*names) >= self._state.deadlines(round_.lane).stall_s
-
-    def _note_heard(self, round_: Round) -> None:
-        """Work out until when nobody who is waited for is silent, or stands still, for too long."""
-        names = round_.those(*OPEN_PARTS)
-        heard = (self._state.members[name].last_seen for name in names)
-        moved = min(map(round_.moved_at, names), default=math.inf)
-        silent_at = min(heard, default=math.inf) + self._state.timing.silence_s
-        round_.look_at = min(silent_at, moved + self._state.deadlines(round_.lane).stall_s) - SLACK_S
 
     def _start_transfer(self, round_: Round, now: float) -> None:
         state, names = self._state, round_.those(Part.ACCEPTED)
@@ -321,7 +289,7 @@ class RoundManager:
     def _progress_transfer(self, round_: Round, now: float) -> None:
         if now >= round_.look_at or (round_.is_mapped and now >= round_.until):
             self._leave_out_silent(round_, now)
-            self._note_heard(round_)
+            self._attribution.note_heard(round_)
         if now >= round_.until and not round_.is_mapped:
             if round_.has(Part.ACCEPTED):
                 self.fail_to_send(round_, f"{STORE}: the publisher had not stored all in time", now)
@@ -331,14 +299,14 @@ class RoundManager:
 
     def _leave_out_silent(self, round_: Round, now: float) -> None:
         for name in round_.those(Part.ACCEPTED, Part.RECEIVING):
-            if (cause := self._lateness_of(round_, name, now)) is not None:
+            if (cause := self._attribution.lateness_of(round_, name, now)) is not None:
                 if round_.is_mapped and cause != SILENT:
                     self.sharing.note_failure(self._state.members[name], round_, cause)
                 self._leave_out(round_, name, cause)
                 if round_.sender is Sender.PENDING:
                     self.break_up(round_, SILENT, now)
         receiving = round_.those(Part.RECEIVING)
-        if receiving and not round_.is_mapped and self._stands_still(round_, now, *receiving):
+        if receiving and not round_.is_mapped and self._attribution.stands_still(round_, now, *receiving):
             self.break_up(round_, STALLED, now)
 
     def _end_settling(self, round_: Round) -> None:
@@ -395,26 +363,25 @@ def _transfer_of(
     state: CoordinationState, publisher: PublisherInfo, round_: Round, live: tuple[int, ...], now: float
 ) -> Transfer:
     """Return the order of a round's transfer to the publisher."""
-    members, number = [state.members[name] for name in round_.receivers], round_.version.number
+    number = round_.version.number
     is_by_folder = round_.lane is Lane.FOLDER
     return Transfer(
         round=round_.id,
         number=number,
         membership=round_.membership,
         rank=0,
-        world=len(members) + 1,
+        world=len(round_.receivers) + 1,
         store_host=publisher.store_host,
         store_port=publisher.store_port,
         live=live,
         deadline_s=round_.until - now,
-        base=_base_of(state, members, number),
+        base=state.common_base(round_.receivers, number),
         folder=f"{publisher.folder}/{number}" if is_by_folder else "",
-        afresh=is_by_folder and any(member.num_failures for member in members),
+        afresh=is_by_folder and any(state.members[name].num_failures for name in round_.receivers),
     )
 
 
-def _base_of(state: CoordinationState, members: list[Member], number: int) -> int:
-    """Return the version that all hold and differences may be to; 0 for whole buckets."""
-    bases = {member.base for member in members}
-    base = bases.pop() if len(bases) == 1 and state.uses_delta else UNLOADED
-    return base if base < number else UNLOADED
+def _is_busy(member: Member, active: Iterable[Round]) -> bool:
+    """Tell whether it is in a round: one that it has left is not judged with it, and may end later."""
+    rounds = (round_ for round_ in active if member.name in round_.parts)
+    return any(not round_.has_left(member.name) for round_ in rounds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
@@ -76,6 +76,12 @@ class CoordinationState:
     def sent_numbers(self) -> set[int]:
         """Numbers of versions that some member has or is getting."""
         return {n for m in self.members.values() for n in (m.serving, m.staging, m.staged, m.swapping) if n}
+
+    def common_base(self, names: Sequence[str], number: int) -> int:
+        """Return the version that all of `names` hold and differences may be to; 0 for whole buckets."""
+        bases = {self.members[name].base for name in names}
+        base = bases.pop() if len(bases) == 1 and self.uses_delta else UNLOADED
+        return base if base < number else UNLOADED
 
     def order(self, to: str, what: Instruction) -> None:
         """Queue an instruction to a peer."""

@@ -20,6 +20,8 @@ from weight_sync.protocol.state import PUBLISHER, CoordinationState
 
 UNMAPPABLE = "unmappable"
 """Cause of a member that cannot map what another process of its node shares."""
+SHARED_LANES = (Lane.MAIN, Lane.JOINERS, Lane.FOLDER)
+"""Lanes whose copies others of the node wait for."""
 RECEIVING = (Part.OFFERED, Part.ACCEPTED, Part.RECEIVING)
 
 
@@ -58,7 +60,10 @@ class CopySharing:
         """
         receiving: defaultdict[str, list[Member]] = defaultdict(list)
         for round_ in rounds if members else ():
-            if round_.lane in (Lane.MAIN, Lane.JOINERS, Lane.FOLDER) and round_.version == self._state.current:
+            if (
+                round_.lane in (Lane.MAIN, Lane.JOINERS, Lane.FOLDER)
+                and round_.version == self._state.current
+            ):
                 for name in round_.those(*RECEIVING):
                     receiving[self._state.members[name].node].append(self._state.members[name])
         found = []
