@@ -60,10 +60,7 @@ class CopySharing:
         """
         receiving: defaultdict[str, list[Member]] = defaultdict(list)
         for round_ in rounds if members else ():
-            if (
-                round_.lane in (Lane.MAIN, Lane.JOINERS, Lane.FOLDER)
-                and round_.version == self._state.current
-            ):
+            if round_.lane in SHARED_LANES and round_.version == self._state.current:
                 for name in round_.those(*RECEIVING):
                     receiving[self._state.members[name].node].append(self._state.members[name])
         found = []
