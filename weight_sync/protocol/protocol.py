@@ -18,7 +18,7 @@ from asyncrl.core.staleness import PolicyVersion
 from weight_sync.protocol.members import Member, MemberState, PublisherInfo
 from weight_sync.protocol.messages import ReceiverHello, Withdraw
 from weight_sync.protocol.round_manager import RoundManager
-from weight_sync.protocol.round_reports import RoundReports
+from weight_sync.protocol.round_reports import RoundReports, SilenceCheck
 from weight_sync.protocol.rounds import (
     Lane,
     Order,
@@ -59,6 +59,7 @@ class Coordination:
         self._state = CoordinationState(timing, parallelism, token, uses_delta, max_unavailable)
         self._rounds = RoundManager(self._state)
         self._reports = RoundReports(self._state, self._rounds)
+        self._silence = SilenceCheck(self._state, self._rounds)
         self._swap_scheduler = SwapScheduler(self._state)
         self._ticked: float | None = None
         self._changed_at: float | None = None
@@ -387,7 +388,7 @@ class Coordination:
         """Let time pass."""
         self._settle()
         self._forgive(now)
-        self._rounds.check_members(now)
+        self._silence.look(now)
         self._rounds.check_publisher(now)
         self._swap_scheduler.check_deadlines(now)
         self._note_change(now)

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import msgspec
 
 from weight_sync.protocol.copies.sharing import CopySharing, Holder
-from weight_sync.protocol.failure_attribution import SLACK_S, FailureAttribution
-from weight_sync.protocol.members import Member, MemberState, PublisherInfo
+from weight_sync.protocol.failure_attribution import FailureAttribution
+from weight_sync.protocol.members import Member, PublisherInfo
 from weight_sync.protocol.messages import Abort, Close, MapCopy, Offer, Transfer
 from weight_sync.protocol.rounds import (
     DEADLINE,
@@ -50,7 +50,6 @@ class RoundManager:
         self.groups = GroupCache()
         self.last_round_s: float | None = None
         self._num_unanswered = 0
-        self._silence_at = -math.inf
 
     def advance(self, now: float) -> None:
         """Go on with every round and start those that can start."""
@@ -76,7 +75,7 @@ class RoundManager:
         """Return the active round of a lane that has one at most."""
         return next((round_ for round_ in self.active.values() if round_.lane is lane), None)
 
-    def _is_awaited(self, member: Member) -> bool:
+    def is_awaited(self, member: Member) -> bool:
         """Tell whether a round waits for the member."""
         return any(round_.parts.get(member.name) in OPEN_PARTS for round_ in self.active.values())
 
@@ -107,32 +106,6 @@ class RoundManager:
         for round_ in self.active.values():
             if round_.parts.get(name) in (Part.FAILED, Part.VERIFIED):
                 round_.set_part(name, Part.LEFT)
-
-    def check_members(self, now: float) -> None:
-        """Blame silent members, and give up those that are dead."""
-        if now < self._silence_at:
-            return
-        for member in self._state.members.values():
-            if member.is_listening:
-                self._check_silence(member, now)
-        timing = self._state.timing
-        due = [
-            member.last_seen + (timing.silence_s if member.may_fall_silent else timing.dead_s)
-            for member in self._state.members.values()
-            if member.is_listening
-        ]
-        self._silence_at = min([now + timing.silence_s, *due]) - SLACK_S  # who is heard later is later silent
-
-    def _check_silence(self, member: Member, now: float) -> None:
-        if now - member.last_seen >= self._state.timing.dead_s:
-            self.leave(member, now)
-            member.move(MemberState.DEAD)
-            self._state.forget_progress(member)
-            member.is_attended = False
-            self.groups.forget(member.name)
-        is_silent = member.may_fall_silent and self._state.is_silent(member.last_seen, now)
-        if is_silent and not self._is_awaited(member):  # else its round judges
-            self._state.blame(member, SILENT)
 
     def check_publisher(self, now: float) -> None:
         """Blame a silent publisher once, and end the rounds that still need it."""

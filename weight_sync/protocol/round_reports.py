@@ -1,6 +1,7 @@
-"""Reports of members and of the publisher about a round, and what each changes in it (pure).
+"""Reports of members and of the publisher about a round, and what each changes in it; silence too (pure).
 
-Owns no state: rounds and members are the round manager's and the coordination's. A report of a round that is
+Owns the time of the next look for silence alone: rounds and members are the round manager's and the
+coordination's. A report of a round that is
 over changes the member alone, whose copy stays where it is.
 Invariant: a part of a round that is final stays as it is.
 """
@@ -10,9 +11,10 @@ from __future__ import annotations
 import math
 
 from asyncrl.core.staleness import UNLOADED
-from weight_sync.protocol.members import Member
+from weight_sync.protocol.failure_attribution import SLACK_S
+from weight_sync.protocol.members import Member, MemberState
 from weight_sync.protocol.round_manager import RoundManager
-from weight_sync.protocol.rounds import DIGEST, TRANSPORT, Part, Round, Sender
+from weight_sync.protocol.rounds import DIGEST, SILENT, TRANSPORT, Part, Round, Sender
 from weight_sync.protocol.state import CoordinationState
 
 
@@ -63,3 +65,37 @@ class RoundReports:
         if round_.sender is Sender.PENDING:
             self._rounds.fail_to_send(round_, cause, now)
         self._rounds.hear_publisher(round_, math.inf if begun_s < 0 else now - begun_s)
+
+
+class SilenceCheck:
+    """Looks for members that are silent, or dead; see the module."""
+
+    def __init__(self, state: CoordinationState, rounds: RoundManager) -> None:
+        self._state, self._rounds = state, rounds
+        self._look_at = -math.inf
+
+    def look(self, now: float) -> None:
+        """Blame silent members, and give up those that are dead."""
+        if now < self._look_at:
+            return
+        for member in self._state.members.values():
+            if member.is_listening:
+                self._check_silence(member, now)
+        timing = self._state.timing
+        due = [
+            member.last_seen + (timing.silence_s if member.may_fall_silent else timing.dead_s)
+            for member in self._state.members.values()
+            if member.is_listening
+        ]
+        self._look_at = min([now + timing.silence_s, *due]) - SLACK_S  # who is heard later is later silent
+
+    def _check_silence(self, member: Member, now: float) -> None:
+        if now - member.last_seen >= self._state.timing.dead_s:
+            self._rounds.leave(member, now)
+            member.move(MemberState.DEAD)
+            self._state.forget_progress(member)
+            member.is_attended = False
+            self._rounds.groups.forget(member.name)
+        is_silent = member.may_fall_silent and self._state.is_silent(member.last_seen, now)
+        if is_silent and not self._rounds.is_awaited(member):  # else its round judges
+            self._state.blame(member, SILENT)
