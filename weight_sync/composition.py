@@ -77,6 +77,8 @@ def build_receiver(
     make_private(SHM_DIR / context.shm_prefix)
     address, section = context.addresses[COORDINATOR], context.config.weight_sync
     timing = Timing.of(section.deadline_s)
+    if node is None:
+        node = "" if section.all_by_folder else _mark_of(context)
     folder = open_folder(context) if section.all_by_folder or not is_here(address) else None
     return ReceiverService(
         address,
@@ -95,7 +97,7 @@ def build_receiver(
         keys=context.keys,
         bounds=bounds_of(context.config),
         by_folder=folder is not None,
-        node=_mark_of(context) if node is None else node,
+        node=node,
     )
 
 

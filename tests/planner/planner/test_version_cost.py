@@ -20,6 +20,7 @@ from asyncrl.planner.plan.footprint.version_cost import (
     EXPORT,
     GROUP,
     LOAD,
+    MAP,
     STORE,
     VersionCost,
     WeightRates,
@@ -62,19 +63,33 @@ def test_a_folder_is_written_once_and_read_by_each_and_the_slower_way_counts() -
     assert both.transfer_s(replace(RATES, store_bytes_per_s=1.0)) == 200.0
 
 
+def test_who_is_beside_the_publisher_checks_its_copy_and_moves_no_byte() -> None:
+    mapped = replace(COST, in_group=0, mapped=4)
+    rates = replace(RATES, check_bytes_per_s=25.0)
+    stages = {stage.name: (stage.seconds, stage.num_bytes) for stage in mapped.stages(rates)}
+    assert stages == {EXPORT: (6.0, 100), MAP: (4.0, 0), LOAD: (5.2, 100), ALL: (10.4, 400)}
+    assert mapped.transfer_s(rates) == 4.0
+
+
+def test_a_share_that_may_be_unavailable_is_loaded_at_once_if_that_is_fewer() -> None:
+    options = "--set weight_sync.parallelism=4 --set weight_sync.max_unavailable=0.5"
+    assert VersionCost.of(config_of("eight_gpus", options), 100).parallelism == 2
+
+
 @pytest.mark.parametrize(
     ("options", "ways"),
     [
-        ("", (4, 0)),
-        ("--set weight_sync.folder=memory://x", (4, 0)),
-        ("--set weight_sync.folder=memory://x --set launcher.ray=auto", (0, 4)),
-        ("--set weight_sync.folder=memory://x --set weight_sync.backend=folder", (0, 4)),
-        ("--set rollout.replicas=0", (0, 0)),
+        ("", (0, 0, 4)),
+        ("--set launcher.ray=auto", (4, 0, 0)),
+        ("--set weight_sync.folder=memory://x", (0, 0, 4)),
+        ("--set weight_sync.folder=memory://x --set launcher.ray=auto", (0, 4, 0)),
+        ("--set weight_sync.folder=memory://x --set weight_sync.backend=folder", (0, 4, 0)),
+        ("--set rollout.replicas=0", (0, 0, 0)),
     ],
 )
-def test_the_ways_of_replicas_are_those_of_the_configuration(options: str, ways: tuple[int, int]) -> None:
+def test_the_ways_of_replicas_are_those_of_the_configuration(options: str, ways: tuple[int, ...]) -> None:
     cost = VersionCost.of(config_of("eight_gpus", options), 100)
-    assert (cost.in_group, cost.by_folder) == ways
+    assert (cost.in_group, cost.by_folder, cost.mapped) == ways
     assert (cost.writers, cost.engine_gpus) == (4, 1)
     assert len(list(cost.stages(RATES))) == (4 if any(ways) else 1)
 
@@ -95,7 +110,7 @@ def test_a_simulation_takes_the_seconds_that_plan_prints() -> None:
     seconds = {stage.name: stage.seconds for stage in find_stages(config)}
     assert (rates.publish_s, rates.transfer_s, rates.swap_s) == (
         seconds[EXPORT],
-        seconds[GROUP],
+        seconds[MAP],
         seconds[LOAD],
     )
 

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from asyncrl.core.config.tree import Config
+from weight_sync.protocol.swap_scheduler import max_loads
 
 GB = 10**9
-EXPORT, GROUP, STORE, LOAD, ALL = "export", "over gloo", "through the folder", "load", "all replicas"
+EXPORT, GROUP, STORE, MAP = "export", "over gloo", "through the folder", "mapped"
+LOAD, ALL = "load", "all replicas"
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class WeightRates:
         group_s, send_bytes_per_s: Of a broadcast, for each copy that leaves the publisher one after another.
         receive_bytes_per_s: What a broadcast takes once, however many receive it.
         store_bytes_per_s: Into the folder, and out of it.
+        check_bytes_per_s: Of the digests of a copy that is mapped.
         load_s, load_bytes_per_s: Of a replica that stands still, for the share of each of its GPUs.
     """
 
@@ -34,6 +37,7 @@ class WeightRates:
     send_bytes_per_s: float = 2.5 * GB
     receive_bytes_per_s: float = math.inf
     store_bytes_per_s: float = 1 * GB
+    check_bytes_per_s: float = 8 * GB
     load_s: float = 0.2
     load_bytes_per_s: float = 8 * GB
 
@@ -57,7 +61,8 @@ class VersionCost:
 
     Attributes:
         writers: Learner ranks that write parts of their own.
-        in_group: Replicas that receive over gloo. by_folder: Replicas that read the folder.
+        in_group: Replicas that receive over gloo, each on a node of its own. by_folder: Those that read the
+            folder. mapped: Those beside the publisher, which map its copy.
         engine_gpus: Of one replica.
         parallelism: Replicas that load at once.
         cores: Of a host that has all parts; None where each has cores enough.
@@ -70,6 +75,7 @@ class VersionCost:
     engine_gpus: int
     parallelism: int
     cores: int | None = None
+    mapped: int = 0
 
     @staticmethod
     def of(config: Config, num_bytes: int, cores: int | None = None) -> VersionCost:
@@ -77,14 +83,17 @@ class VersionCost:
         section, replicas = config.weight_sync, config.rollout.replicas.start + config.rollout.standby
         has_others = section.folder is not None and config.launcher.is_cluster
         by_folder = replicas if section.all_by_folder or has_others else 0
+        others = replicas - by_folder
+        at_once = max_loads(section.parallelism, section.max_unavailable, replicas)
         return VersionCost(
             num_bytes=num_bytes,
             writers=config.learner.num_ranks,
-            in_group=replicas - by_folder,
+            in_group=others if config.launcher.is_cluster else 0,
             by_folder=by_folder,
             engine_gpus=max(1, math.ceil(config.rollout.gpus)),
-            parallelism=max(1, min(section.parallelism, replicas)),
+            parallelism=max(1, min(replicas, at_once)),
             cores=cores,
+            mapped=0 if config.launcher.is_cluster else others,
         )
 
     @property
@@ -109,9 +118,13 @@ class VersionCost:
         """Return the seconds in which a version is stored, and then read."""
         return 2 * self.num_bytes / rates.store_bytes_per_s if self.by_folder else 0.0
 
+    def map_s(self, rates: WeightRates) -> float:
+        """Return the seconds in which those beside the publisher check its copy, all at once."""
+        return self.num_bytes / rates.check_bytes_per_s if self.mapped else 0.0
+
     def transfer_s(self, rates: WeightRates) -> float:
         """Return the seconds until the last replica has the bytes, whichever way they take."""
-        return max(self.group_s(rates), self.folder_s(rates))
+        return max(self.group_s(rates), self.folder_s(rates), self.map_s(rates))
 
     def load_s(self, rates: WeightRates) -> float:
         """Return for how long a replica stands still."""
@@ -124,14 +137,19 @@ class VersionCost:
         rule = f"the learner stands still: {size} / ({self.writers} ranks x {rate:.3g} GB/s)"
         yield Stage(EXPORT, self.export_s(rates), self.num_bytes, rule)
         if self.in_group:
-            rule = f"{size} x {self.num_copies:.3g} copies in a row / {rates.send_bytes_per_s / GB:.3g} GB/s"
+            rate = rates.send_bytes_per_s / GB
+            rule = f"{size} x {self.num_copies:.3g} copies in a row / {rate:.3g} GB/s; a node's share one"
             sent = self.num_bytes * self.in_group
             yield Stage(GROUP, self.group_s(rates), sent, rule)
         if self.by_folder:
             rule = f"{size}, stored once and read by each / {rates.store_bytes_per_s / GB:.3g} GB/s"
             moved = self.num_bytes * (1 + self.by_folder)
             yield Stage(STORE, self.folder_s(rates), moved, rule)
-        loads = self.in_group + self.by_folder
+        if self.mapped:
+            rate = rates.check_bytes_per_s / GB
+            rule = f"no byte moves on this machine: digests of {size} / {rate:.3g} GB/s"
+            yield Stage(MAP, self.map_s(rates), 0, rule)
+        loads = self.in_group + self.by_folder + self.mapped
         if not loads:
             return
         each, load_s = self.num_bytes // self.engine_gpus, self.load_s(rates)
