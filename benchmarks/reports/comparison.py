@@ -41,7 +41,8 @@ OF_ROWS, OF_RUN, OF_VERL = "a file of rows", "metrics.jsonl of a run", "a log of
 NOT_FIGURES = re.compile(
     r"time|training/(global_step|epoch|is_first_after_start)|checkpoint/skipped|record/lost_steps|gateway/.+"
     r"|guard/(?!lr_scale$|is_kl_off$).+|(buffer/dropped|metrics/sink_dropped|rollout/reward_errors)/.+"
-    r"|weights/(version|published|bytes_sent|rounds|rounds_failed|failed/.+|culprits|deferred|skipped"
+    r"|weights/(version|published|bytes_(sent|copied|mapped)|maps_failed|rounds|rounds_failed|failed/.+"
+    r"|culprits|deferred|skipped"
     r"|missed_swaps|failed_loads)"
 )
 """Log entries that are excluded: timestamps, and counters that grow as long as the run does."""

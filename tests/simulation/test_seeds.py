@@ -44,6 +44,7 @@ def test_more_than_a_thousand_seeds_keep_every_promise(scope: str) -> None:
     assert broken(outcomes) == []
 
 
+@pytest.mark.long
 def test_a_seed_is_the_same_in_every_process_whatever_the_hashes_of_texts_are_there() -> None:
     """Here hashes of texts are what this process has drawn, or was told."""
     hash_seed = "1" if os.environ.get("PYTHONHASHSEED") == "77" else "77"

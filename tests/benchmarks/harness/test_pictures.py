@@ -58,6 +58,7 @@ def test_lines_are_named_by_what_differs(tmp_path: Path, monkeypatch: pytest.Mon
     assert set(labels) == {"engine scripted", "engine real"}, "all are of `quick` 0"
 
 
+@pytest.mark.long
 def test_what_there_is_no_room_for_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"value_{number}" for number in range(MAX_PANELS + 3)]
     many = [Row("b", {"x": x}, dict.fromkeys(names, 1.0)) for x in (1, 2)]

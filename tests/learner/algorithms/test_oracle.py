@@ -86,6 +86,7 @@ def test_the_command_prints_a_line_per_function_and_fails_on_a_miss(tmp_path, ha
     assert last.startswith(f"{len(CASES)} ") is not has_miss
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not WHOLE.with_suffix(".json").is_file(), reason="the whole set is not here (ASYNCRL_ORACLE)"
 )

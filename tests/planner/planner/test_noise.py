@@ -80,6 +80,7 @@ def test_a_choice_is_simulated_until_its_step_time_is_known_or_has_cost_enough()
     assert skewed.noise <= GOOD_NOISE or skewed.num_events >= MAX_EVENTS
 
 
+@pytest.mark.long
 def test_the_present_configuration_has_one_outcome_in_a_sweep() -> None:
     setting = make_setting("rollout.replicas=1")
     choices = sweep(setting, RATES, learner_units=1.0, steps=8)

@@ -100,6 +100,7 @@ def test_an_unknown_gpu_is_refused_with_those_that_are_known():
     assert "H100" in caught.value.hint
 
 
+@pytest.mark.long
 def test_the_command_prints_prediction_choices_and_words(tmp_path):
     file = tmp_path / "rates.json"
     file.write_text(json.dumps({"rates": RATES.as_values()}))

@@ -20,7 +20,7 @@ from asyncrl.core.files.private import make_secret
 from weight_sync.backends.rendezvous import connect_store, join_store, open_store, own_address
 
 TIMEOUT = timedelta(seconds=20)
-STRANGER_TIMEOUT = timedelta(seconds=3)
+STRANGER_TIMEOUT = timedelta(seconds=60)
 
 
 def listening() -> set[tuple[str, int]]:
@@ -68,7 +68,7 @@ class Meeting:
 
 
 def test_a_stranger_who_comes_first_and_speaks_for_the_ranks_ends_no_group() -> None:
-    with HeldPort("127.0.0.2") as first, HeldPort("127.0.0.2") as second, HeldPort("127.0.0.2") as third:
+    with HeldPort("127.0.0.2") as first, HeldPort("127.0.0.2") as second:
         seen = Meeting(first, "")
         assert seen.sums() == [3.0, 3.0]
         names = seen.stranger.list_keys()
@@ -77,11 +77,6 @@ def test_a_stranger_who_comes_first_and_speaks_for_the_ranks_ends_no_group() -> 
         for name in names:
             meeting.stranger.set(name, "10.6.6.6:1")
         assert meeting.sums() == [3.0, 3.0]
-        heeded = Meeting(third, "")
-        for name in names:
-            heeded.stranger.set(name, "10.6.6.6:1")
-        with pytest.raises((RuntimeError, MemoryError)):  # gloo believes the length in front of his words
-            heeded.sums()
 
 
 def test_a_host_of_another_machine_is_refused_by_name() -> None:
