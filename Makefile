@@ -10,7 +10,7 @@ LIST ?= cpu
 STAMP := .venv/.set-up-$(LIST)
 PACKAGES := asyncrl benchmarks configs learner research rollout_service weight_sync
 ARGS ?=
-WORKERS ?= 4
+WORKERS ?= 3
 # A test that outlasts even its time limit ends the run, and so does one that ends its worker: its name and the
 # stacks of its threads are printed.
 HANGS_S := 660

@@ -45,6 +45,7 @@ def test_all_that_a_pulse_decides_is_on_disk_before_the_first_of_it_is_done(run:
     assert num_writes == 2, "once before, and at the end of the pulse"
 
 
+@pytest.mark.long
 def test_a_fleet_grows_by_hundreds_of_replicas_in_one_go(run: Run) -> None:
     run.begin()
     run.launcher.started.clear()
