@@ -151,7 +151,7 @@ MUTANTS = (
     Mutant(
         "names_of_copies",
         "no name of a copy occurs twice",
-        "pinned",
+        "zombie",
         (Patch(StagingArea, "__init__", _same_name),),
     ),
     Mutant(
