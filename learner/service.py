@@ -187,9 +187,11 @@ class LearnerService:
 
     def _restore(self, order: Restore) -> None:
         with self._watch.time("restore"):
-            folder = self._store.folder(order.step) if order.has_checkpoint else None
-            with self._folders.lent(folder):
-                self._trainer.restore(folder, order.controllers)
+            if order.has_checkpoint:
+                with self._folders.lent(self._store.folder(order.step)) as folder:
+                    self._trainer.restore(folder, order.controllers)
+            else:
+                self._trainer.restore(None, order.controllers)
         if self._recorder is not None:
             self._recorder.restart_at(order.step)
         self._step, self._resumed_step = order.step, order.step

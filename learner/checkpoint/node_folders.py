@@ -1,7 +1,7 @@
 """Checkpoint folders of ranks on several nodes: whether all see rank 0's, and the way of files where not.
 
     save:     a rank that does not see rank 0's folder writes into its own node's; its thread sends the files
-    restore:  rank 0 sends the checkpoint to one rank of each other folder, which lays it there for all
+    restore:  rank 0 sends the checkpoint to one rank of each other folder, which lays a copy there for all
 
 Owns a process group beside those of training, for threads may not call their collectives. Invariant: rank 0's
 folder holds what it would hold if all ranks saw it, byte for byte.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -104,33 +105,41 @@ class NodeFolders:
         return self._ranks.rank in self.blind
 
     @contextlib.contextmanager
-    def lent(self, folder: Path | None) -> Iterator[None]:
-        """Lay rank 0's `folder` at the same path of the other nodes for the time of the block. Collective."""
-        if folder is None or not self.blind:
-            yield
+    def lent(self, folder: Path) -> Iterator[Path]:
+        """Yield where this rank finds rank 0's `folder` in the block: as a copy beside it on other nodes.
+
+        Collective.
+        """
+        if not self.blind:
+            yield folder
             return
+        copy = folder.with_name(
+            f".{folder.name}.copy"
+        )  # the name itself may be taken
         keepers = sorted({keeper for keeper in self._keepers if keeper})
         is_keeper = self._ranks.rank in keepers
         if self._ranks.is_leader:
             for keeper in keepers:
                 self.send(folder, _files(folder), b"", keeper)
         elif is_keeper:
-            shutil.rmtree(folder, ignore_errors=True)
-            if problem := self.receive(folder, 0)[1]:
+            shutil.rmtree(copy, ignore_errors=True)
+            if problem := self.receive(copy, 0)[1]:
                 raise problem
         self._ranks.add([1])
-        yield
+        yield copy if self.is_blind else folder
         self._ranks.add([1])
         if is_keeper:
-            shutil.rmtree(folder)
+            shutil.rmtree(copy)
 
     def send(self, folder: Path, names: Sequence[str], note: bytes, to: int = 0) -> None:
         """Send files of `folder`, and a note, to the rank `to`."""
-        parcel = msgspec.json.encode(Parcel(note, {name: (folder / name).stat().st_size for name in names}))
-        self._send(torch.tensor([len(parcel)]), to)
-        self._send(torch.frombuffer(bytearray(parcel), dtype=torch.uint8), to)
-        for name in names:
-            with (folder / name).open("rb") as file:
+        with contextlib.ExitStack() as stack:  # all are open before one is announced
+            files = [stack.enter_context((folder / name).open("rb")) for name in names]
+            sizes = {name: os.fstat(file.fileno()).st_size for name, file in zip(names, files, strict=True)}
+            parcel = msgspec.json.encode(Parcel(note, sizes))
+            self._send(torch.tensor([len(parcel)]), to)
+            self._send(torch.frombuffer(bytearray(parcel), dtype=torch.uint8), to)
+            for file in files:
                 while chunk := file.read(CHUNK_BYTES):
                     self._send(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), to)
 

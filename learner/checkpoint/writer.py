@@ -129,10 +129,15 @@ class BackgroundWriter:
         self.problem = problem
         try:
             self._tell(folder, Mark(problem, digests))
-        except (RuntimeError, OSError) as error:  # files that were announced did not come, or go
+        except (
+            RuntimeError,
+            OSError,
+            msgspec.DecodeError,
+        ) as error:  # what was announced is missing
             self.problem = self._broken = f"rank {self._rank}: files of checkpoints do not travel: {error}"
             log.error("%s", self.problem)
-        self.has_marked.set()
+        finally:
+            self.has_marked.set()
 
     def _tell(self, folder: Path, mark: Mark) -> None:
         """Tell rank 0 that this rank is done, and bring it the files that it does not see."""
@@ -140,7 +145,8 @@ class BackgroundWriter:
         if folders is not None and folders.is_blind:
             folders.send(folder, [*mark.digests], msgspec.json.encode(mark))
             for name in mark.digests:
-                (folder / name).unlink()
+                with contextlib.suppress(OSError):  # rank 0 has it
+                    (folder / name).unlink()
             for emptied in sorted({(folder / name).parent for name in mark.digests}, reverse=True):
                 with contextlib.suppress(OSError):  # others of this node still write there
                     emptied.rmdir()

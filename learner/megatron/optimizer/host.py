@@ -112,7 +112,7 @@ def move_to_host(optimizer: DistributedOptimizer) -> None:
             take(weight, view)
         for index, weight in enumerate(halves):
             take(weight, weight if copies[index] is None else copies[index])
-            copies[index] = None  # its memory on the device is free before more of the host's is taken
+            copies[index] = None
         group["params"][:] = [*whole, *halves]
     for parameter in (parameter for group in optimizer.model_float16_groups for parameter in group):
         parameter.main_param = None

@@ -41,7 +41,7 @@ def test_rank_0_has_the_checkpoint_of_all_ranks_and_all_go_on_from_it(
         found = results_of(tmp_path, name)
         assert found[0]["files"] == wanted, name
         for rank, one in enumerate(found):
-            assert one["is_equal"] and not one["problem"], (name, rank)
+            assert one["is_equal"] and one["is_kept"] and not one["problem"], (name, rank)
             assert one["blind"] == [blind for blind, node in enumerate(nodes) if node != "home"]
             assert one["left"] == (["step-00000001"] if nodes[rank] == "home" else []), (name, rank)
 
