@@ -89,6 +89,9 @@ def status(
     names = list(dict.fromkeys([*(runs or []), *([run] if run else [])]))
     if is_all and names:
         raise typer.BadParameter(f"--all shows every run: leave out {', '.join(names)}", param_hint="--all")
+    if services and (is_all or watch or as_json or len(names) > 1):
+        told = "it prints one run once, as text; --json has each service in any case"
+        raise typer.BadParameter(told, param_hint="--services")
     asked = Asked(names, is_all, runs_dir, services)
     raise typer.Exit(show_status(asked, as_json=as_json, is_watching=watch))
 

@@ -78,11 +78,13 @@ class ClusterLauncher:
         for name, status in found.items():
             if status.node:
                 self._placement.recall(name, status.node)
-        return found | self._lost(found) | {name: self._wait(name) for name in names if name in self._waiting}
+        first = next((one for one in self._waiting if one.startswith(RANK)), "")
+        waiting = {name: self._wait(name, first) for name in names if name in self._waiting}
+        return found | self._lost(found) | waiting
 
-    def _wait(self, name: str) -> ServiceStatus:
-        """Return the status of a service that waits; the first rank that does tells why the run stands."""
-        why, first = self._waiting[name][1], next((one for one in self._waiting if one.startswith(RANK)), "")
+    def _wait(self, name: str, first: str) -> ServiceStatus:
+        """Return the status of a service that waits; the `first` rank that does tells why the run stands."""
+        why = self._waiting[name][1]
         obstacles = (Obstacle("", Cause.NO_ROOM, why),) if name == first else ()
         return ServiceStatus(state=WAITING, error=why, obstacles=obstacles)
 

@@ -8,7 +8,7 @@ goes to the node of its engine. Invariants: no node gets more than it has room f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.core.config.tree import Config, LearnerSection
@@ -38,8 +38,10 @@ class Claim:
     gpus: float
 
 
-def pack_ranks(rooms: Mapping[str, int], learner: LearnerSection) -> dict[int, str] | None:
-    """Return the node of each rank of the learner, None if they have no room.
+def pack_ranks(
+    rooms: Mapping[str, int], learner: LearnerSection, wanted: Collection[int]
+) -> dict[int, str] | None:
+    """Return the node of each rank in `wanted`, None if they have no room.
 
     The ranks of a copy of the model, of a stage, and of a matrix stay together where a node holds them, in
     this order. Rank 0 goes to the first node: the publisher is there.
@@ -47,22 +49,23 @@ def pack_ranks(rooms: Mapping[str, int], learner: LearnerSection) -> dict[int, s
     Args:
         rooms: Number of ranks that each node can take; they are filled in this order.
 
-    >>> pack_ranks({"home": 3, "b": 2}, LearnerSection(tp=2, dp=2))
+    >>> pack_ranks({"home": 3, "b": 2}, LearnerSection(tp=2, dp=2), range(4))
     {0: 'home', 1: 'home', 2: 'b', 3: 'b'}
     """
     left, found, home = dict(rooms), dict[int, str](), list(rooms)[:1]
     width = learner.tp * learner.cp
     of_stage = [range(width * at, width * (at + 1)) for at in range(learner.dp * learner.pp)]
-    units = [[rank for stage in of_stage[at :: learner.dp] for rank in stage] for at in range(learner.dp)]
+    copies = [[rank for stage in of_stage[at :: learner.dp] for rank in stage] for at in range(learner.dp)]
+    units = [[rank for rank in copy if rank in wanted] for copy in copies]
     for size in (width * learner.pp, width, learner.tp, 1):
         parts = [unit[at : at + size] for unit in units for at in range(0, len(unit), size)]
         units = []
         for part in parts:
-            fitting = (node for node in (home if 0 in part else left) if left[node] >= size)
+            fitting = (node for node in (home if 0 in part else left) if left[node] >= len(part))
             if (node := next(fitting, None)) is None:
                 units.append(part)
                 continue
-            left[node] -= size
+            left[node] -= len(part)
             found |= dict.fromkeys(part, node)
     return None if units else found
 
@@ -98,6 +101,8 @@ class Placement:
         """
         kind, _, index = name.partition(".")
         if name in self._ranks:
+            if self.home not in (node.id for node in nodes):
+                raise ConfigError(f"{name} has no place: home is not among the living nodes")
             self._keep_room(nodes)
             self._kept.discard(name)
             return self._claims[name].node
@@ -105,10 +110,10 @@ class Placement:
         if kind not in OF_REPLICA:
             return self._claim(name, self.home, cpus, gpus)
         mate = self._claims.get(f"{OF_REPLICA[1 - OF_REPLICA.index(kind)]}.{index}")
-        if mate is not None and any(node.id == mate.node for node in nodes):
-            return self._claim(name, mate.node, cpus, gpus)
-        self._keep_room(nodes)
-        with_room = [node for node in nodes if self._count_fitting(node, cpus, gpus)]
+        beside = [node for node in nodes if mate is not None and node.id == mate.node]
+        if not beside:
+            self._keep_room(nodes)
+        with_room = [node for node in beside or nodes if self._count_fitting(node, cpus, gpus)]
         if not with_room:
             is_too_large = all(cpus > node.cpus or gpus > node.gpus for node in nodes)
             raise ConfigError(
@@ -140,15 +145,21 @@ class Placement:
         return sorted(self._claims_on.get(node, ()))
 
     def _keep_room(self, nodes: Sequence[Node]) -> None:
-        """Give each rank of the learner a place, or raise ConfigError; anew for all if one's node is gone."""
-        living = {node.id for node in nodes}
-        if all(self.node_of(name) in living for name in self._ranks):
+        """Give each rank of the learner a place, or raise ConfigError.
+
+        Anew for all if one's node is gone, as all are started again then; else for those without one.
+        """
+        living, places = {node.id for node in nodes}, {name: self.node_of(name) for name in self._ranks}
+        if living >= set(places.values()):
             return
-        for name in self._ranks:
+        is_whole = living >= {node for name, node in places.items() if node and name not in self._kept}
+        wanted = {name for name in self._ranks if not is_whole or name in self._kept or not places[name]}
+        for name in wanted:
             self.forget(name)
         rooms = {one.id: self._count_fitting(one, self._learner.cpus, self._learner.gpus) for one in nodes}
         order = sorted(nodes, key=lambda one: (one.id != self.home, -rooms[one.id], one.address))
-        found = pack_ranks({one.id: rooms[one.id] for one in order}, self._learner)
+        indices = [index for index, name in enumerate(self._ranks) if name in wanted]
+        found = pack_ranks({one.id: rooms[one.id] for one in order}, self._learner, indices)
         if found is None:
             raise ConfigError(
                 f"the learner's {len(self._ranks)} ranks, each with {self._learner.cpus:g} CPUs and "
@@ -158,7 +169,7 @@ class Placement:
             )
         for rank, node in found.items():
             self._claim(self._ranks[rank], node, self._learner.cpus, self._learner.gpus)
-        self._kept = set(self._ranks)
+        self._kept = wanted
 
     def _claim(self, name: str, node: str, cpus: float, gpus: float) -> str:
         self.forget(name)

@@ -191,6 +191,12 @@ def test_a_run_whose_head_was_killed_says_so_and_how_to_go_on(tmp_path: Path) ->
         assert "To go on from the checkpoint of step 400: asyncrl up" in done.err
 
 
+@pytest.mark.parametrize("words", [["--all"], ["--watch"], ["--json"], ["a", "b"]])
+def test_a_line_for_each_service_is_of_one_run_and_printed_once(words: list[str], tmp_path: Path) -> None:
+    done = asyncrl("status", "--services", *words, "--dir", tmp_path)
+    assert done.code == 2 and "--services" in done.err
+
+
 def test_all_runs_and_a_name_exclude_each_other(tmp_path: Path) -> None:
     done = asyncrl("status", "--all", "nope", "--dir", tmp_path)
     assert done.code == 2 and "leave out nope" in done.err

@@ -7,14 +7,11 @@ JSON for each its exit code, its output and the processes that it started; and w
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import os
 import sys
 from typing import Any
-
-import typer.main
 
 HEAVY = ("torch", "vllm", "ray", "transformers", "megatron")
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec")
@@ -25,7 +22,6 @@ def main(folder: str) -> None:
     """Make the calls in `folder`."""
     calls = json.load(sys.stdin)
     os.chdir(folder)
-    typer.main.get_command = functools.cache(typer.main.get_command)  # most of a call's time
     sys.addaudithook(lambda event, args: started.append(f"{event} {args[0]}") if event in STARTS else None)
     done = [call(words) for words in calls]
     heavy = sorted(name for name in HEAVY if name in sys.modules)

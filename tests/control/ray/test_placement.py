@@ -191,6 +191,31 @@ def test_places_that_a_new_supervisor_finds_are_those_of_the_ranks_that_run() ->
     assert ranks_of(placement, 4) == ["home", "c", "c", "b"]
 
 
+def test_ranks_that_run_stay_where_they_are_while_another_looks_for_a_place() -> None:
+    placement = with_learner(dp=2, gpus=1)
+    placement.recall("learner.0", "b")
+    assert placement.choose(NODES, "learner.1") == "home"
+    placement.forget("learner.1")
+    placement.choose((HOME, B, C), "rollout.0", gpus=2)
+    assert ranks_of(placement, 2) == ["b", "home"]
+    assert placement.choose((HOME, C), "learner.1") == "home", "all are placed anew when a node is gone"
+    assert placement.node_of("learner.0") == "home"
+
+
+def test_no_rank_has_a_place_while_home_is_gone() -> None:
+    with pytest.raises(ConfigError, match="home is not among the living nodes"):
+        with_learner(dp=2, gpus=1).choose((B, C), "learner.0")
+
+
+def test_an_engine_goes_beside_its_receiver_only_where_there_is_room() -> None:
+    placement = Placement("home", LIGHT)
+    assert placement.choose(NODES, "rollout.0", gpus=2) == placement.choose(NODES, "receiver.0") == "b"
+    placement.forget("rollout.0")
+    assert placement.choose((B,), "rollout.1", gpus=2) == "b"
+    with pytest.raises(ConfigError, match=r"no node has room for rollout\.0"):
+        placement.choose(NODES, "rollout.0", gpus=2)
+
+
 SIZES = st.integers(1, 3)
 
 
@@ -200,7 +225,7 @@ def test_any_layout_has_a_place_for_each_rank_and_keeps_what_fits_on_a_node_toge
 ) -> None:
     learner = LearnerSection(tp=tp, pp=pp, cp=cp, dp=dp)
     names = {f"node{index}": room for index, room in enumerate(rooms)}
-    found = pack_ranks(names, learner)
+    found = pack_ranks(names, learner, range(learner.num_ranks))
     if not rooms[0] or sum(rooms) < learner.num_ranks:
         assert found is None
         return
