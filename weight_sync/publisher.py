@@ -262,7 +262,8 @@ class PublisherService:
         return Done()
 
     def _introduce(self) -> Introduction:
-        current = self._current
+        slot = self._pool.current  # once: another thread may put a newer version there
+        current = slot.manifest if slot is not None else None
         hello = told.PublisherHello(
             name=PUBLISHER,
             incarnation=self._incarnation,
@@ -270,7 +271,7 @@ class PublisherService:
             store_port=self._endpoint.store_port,
             folder=self._shelf.place if self._shelf is not None else "",
             node=self._node,
-            path=self._shared_path,
+            path=slot.shared if slot is not None else "",
         )
         return Introduction(hello, [current.to_bytes()] if current else [])
 

@@ -112,12 +112,16 @@ def attach(path: str, num_bytes: int, flags: int = mmap.MAP_SHARED) -> mmap.mmap
     try:
         if flags & mmap.MAP_PRIVATE:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # of the open file, which the mapping keeps open
+            if not os.path.samestat(os.fstat(fd), os.stat(path)):  # taken back before it was locked
+                raise SegmentGone(f"the segment {path} is gone")
         size = os.fstat(fd).st_size
         if size != num_bytes:
             raise SyncError(f"the segment {path} has {size} bytes, wanted {num_bytes}")
         return mmap.mmap(fd, num_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
     except BlockingIOError as error:
         raise SegmentGone(f"the segment {path} is taken back by its owner") from error
+    except FileNotFoundError as error:
+        raise SegmentGone(f"the segment {path} is gone") from error
     except OSError as error:
         raise SyncError(f"cannot map the segment {path}: {error.strerror}") from error
     finally:

@@ -72,11 +72,14 @@ class FailureAttribution:
 
     def note_heard(self, round_: Round) -> None:
         """Work out until when nobody who is waited for is silent, or stands still, for too long."""
-        names = round_.those(*OPEN_PARTS)
-        heard = (self._state.members[name].last_seen for name in names)
-        moved = min(map(round_.moved_at, names), default=math.inf)
+        heard = (self._state.members[name].last_seen for name in round_.those(*OPEN_PARTS))
         silent_at = min(heard, default=math.inf) + self._state.timing.silence_s
-        round_.look_at = min(silent_at, moved + self._state.deadlines(round_.lane).stall_s) - SLACK_S
+        apart, together = round_.those(Part.OFFERED), round_.those(Part.RECEIVING)
+        if round_.is_mapped:
+            apart, together = together, []
+        moved = [*map(round_.moved_at, apart), *([round_.moved_at(*together)] if together else [])]
+        stall_s = self._state.deadlines(round_.lane).stall_s
+        round_.look_at = min(silent_at, min(moved, default=math.inf) + stall_s) - SLACK_S
 
     def _judge_explained(self, members: list[Member], round_: Round, now: float) -> None:
         """Blame members that reported a cause; if the bytes are wrong for all, blame the publisher."""

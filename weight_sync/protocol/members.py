@@ -184,8 +184,8 @@ class Member:
     def note_arrival(self, round_: Round) -> None:
         """A round has brought it a version, without others or with them, or by a copy of its node."""
         self.num_failures, self.mapped_from = 0, round_.holder
-        if round_.lane is Lane.LONE:
-            self.lone_rounds_left = max(0, self.lone_rounds_left - 1)
+        if self.is_lone and round_.lane not in (Lane.MAIN, Lane.JOINERS):
+            self.lone_rounds_left -= 1
         elif not round_.is_mapped:
             self.num_parted = 0
 

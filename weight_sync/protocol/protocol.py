@@ -105,7 +105,7 @@ class Coordination:
 
     @property
     def rounds(self) -> list[Round]:
-        """The rounds under way, at most one per lane."""
+        """The rounds under way."""
         return list(self._rounds.active.values())
 
     @property

@@ -144,7 +144,8 @@ class RoundManager:
         round_.broken_at, round_.broken_by = now, cause
         round_.settle_until = now + self._state.timing.settle_s
         round_.causes[PUBLISHER] = cause
-        round_.has_publisher_spoken = cause in OVERDUE and round_.sender is Sender.SENT  # in time, that is
+        is_in_time = cause in OVERDUE or round_.lane is Lane.FOLDER  # a read is the reader's alone
+        round_.has_publisher_spoken = is_in_time and round_.sender is Sender.SENT
         if round_.sender is Sender.PENDING:
             round_.sender = Sender.FAILED
         self._state.order(PUBLISHER, Abort(round_.id))
@@ -178,9 +179,9 @@ class RoundManager:
             self._map(holder, mappers, now)
         if not state.is_silent(state.publisher.last_seen, now):
             able = [member for member in able if member.staging is None]
-            for member in able if state.publisher.folder else ():
-                if member.by_folder:
-                    self._offer(Lane.FOLDER, [member], now)
+            readers = [member for member in able if member.by_folder] if state.publisher.folder else []
+            for member in self.sharing.choose_receivers(readers, self.active.values()):
+                self._begin_offer(Lane.FOLDER, [member], now)
             self._offer_to([member for member in able if not member.by_folder], now)
 
     def _offer_to(self, able: list[Member], now: float) -> None:
@@ -197,9 +198,12 @@ class RoundManager:
 
     def _offer(self, lane: Lane, wanting: list[Member], now: float, most: int | None = None) -> None:
         if members := self.sharing.choose_receivers(wanting, self.active.values())[:most]:
-            round_ = self._begin(lane, members, Part.OFFERED, now)
-            for member in members:
-                self._state.order(member.name, Offer(round_.id, round_.version.number))
+            self._begin_offer(lane, members, now)
+
+    def _begin_offer(self, lane: Lane, members: list[Member], now: float) -> None:
+        round_ = self._begin(lane, members, Part.OFFERED, now)
+        for member in members:
+            self._state.order(member.name, Offer(round_.id, round_.version.number))
 
     def _map(self, holder: Holder, members: list[Member], now: float) -> None:
         """Let members map what a process of their node holds; the deadline is that of an offer."""

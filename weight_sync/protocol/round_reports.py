@@ -1,8 +1,7 @@
 """Reports of members and of the publisher about a round, and what each changes in it; silence too (pure).
 
 Owns the time of the next look for silence alone: rounds and members are the round manager's and the
-coordination's. A report of a round that is
-over changes the member alone, whose copy stays where it is.
+coordination's. A report of a round that is over changes the member alone, whose copy stays where it is.
 Invariant: a part of a round that is final stays as it is.
 """
 
@@ -14,7 +13,7 @@ from asyncrl.core.staleness import UNLOADED
 from weight_sync.protocol.failure_attribution import SLACK_S
 from weight_sync.protocol.members import Member, MemberState
 from weight_sync.protocol.round_manager import RoundManager
-from weight_sync.protocol.rounds import DIGEST, SILENT, TRANSPORT, Part, Round, Sender
+from weight_sync.protocol.rounds import DIGEST, OPEN_PARTS, SILENT, TRANSPORT, Part, Round, Sender
 from weight_sync.protocol.state import CoordinationState
 
 
@@ -39,7 +38,7 @@ class RoundReports:
 
     def note_failed(self, member: Member, round_: Round, cause: str, num_buckets: int, now: float) -> None:
         """The member could not accept, receive, map or verify."""
-        if round_.parts.get(member.name) not in (Part.OFFERED, Part.RECEIVING):
+        if round_.parts.get(member.name) not in OPEN_PARTS:
             return
         if round_.is_mapped:
             part = self._rounds.sharing.note_failure(member, round_, cause)

@@ -47,7 +47,7 @@ class Lane(StrEnum):
     LONE = "LONE"
     """One member that transfers broke with or were late with: the others do not wait for it."""
     FOLDER = "FOLDER"
-    """One member that reads the folder: no other waits for it, however slow its way to the folder is."""
+    """One member that reads the folder, however slowly: those of its node alone wait for its copy."""
     MAPPED = "MAPPED"
     """Members that map the copy of a process of their node; any number of rounds, and none is awaited."""
 
@@ -153,7 +153,7 @@ class Round:
         causes: Cause of failure of a member, or under `PUBLISHER` of the whole round.
         progress: Steps that each member has told of (pieces of memory, then buckets), and when the last one
             came; without any, the phase's beginning counts, `phase_began`.
-        holder: Process whose copy its members map, empty if bytes are sent; `holder_incarnation` tells which.
+        holder: Process whose copy the members of a MAPPED round map; `holder_incarnation` tells which.
     """
 
     id: int
@@ -205,7 +205,7 @@ class Round:
     @property
     def is_mapped(self) -> bool:
         """Whether no byte is sent: there is no group that could break, and no member waits for another."""
-        return bool(self.holder)
+        return self.lane is Lane.MAPPED
 
     @property
     def is_broken(self) -> bool:

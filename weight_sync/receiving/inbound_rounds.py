@@ -55,7 +55,7 @@ class _Incoming:
     num_buckets: int = 0
     is_reserved: bool = False
     num_steps: int = 0
-    told_at: float = 0.0
+    told_at: float | None = None
 
 
 class InboundRounds:
@@ -209,7 +209,7 @@ class InboundRounds:
         """Count a step of a round, and tell the coordinator now and then: who goes on is alive."""
         incoming.num_steps += 1
         now = self._clock.now()
-        if incoming.told_at == 0.0:
+        if incoming.told_at is None:
             incoming.told_at = now
         elif now - incoming.told_at >= PROGRESS_EVERY_S:
             incoming.told_at = now

@@ -8,7 +8,7 @@ from asyncrl.core.staleness import PolicyVersion
 from tests.weight_sync.protocol.world import TIMING, World
 from weight_sync.protocol.members import PublisherInfo
 from weight_sync.protocol.protocol import PUBLISHER
-from weight_sync.protocol.rounds import FOLDER_BYTES_PER_S, MAX_CACHED_GROUPS, Lane
+from weight_sync.protocol.rounds import FOLDER_BYTES_PER_S, MAX_CACHED_GROUPS, NEVER, Lane
 
 READERS = ("receiver.1", "receiver.2")
 FULL = "store: file:///shared: OSError (No space left on device)"
@@ -134,3 +134,31 @@ def test_without_a_folder_at_the_publisher_a_reader_is_offered_nothing() -> None
     world.publish(1)
     world.obey("receiver.0", "receiver.1")
     assert (world.member("receiver.0").serving, world.member("receiver.1").serving) == (1, 0)
+
+
+def test_a_reader_that_gives_up_while_all_is_being_stored_is_not_told_to_read(world: World) -> None:
+    world.publish(1)
+    rounds = accept(world, *READERS)
+    world.coordination.failed("receiver.1", rounds["receiver.1"], "aborted", world.now)
+    world.take()
+    world.coordination.sent(rounds["receiver.1"], 1, world.now)
+    assert not [one for one in world.take() if one.kind == "transfer" and one.to == "receiver.1"]
+    assert rounds["receiver.1"] not in [round_.id for round_ in world.coordination.rounds]
+
+
+def test_a_read_that_breaks_off_says_nothing_of_the_publisher(world: World) -> None:
+    world.publish(1)
+    rounds = accept(world, *READERS)
+    world.coordination.sent(rounds["receiver.1"], 1, world.now)
+    world.coordination.failed("receiver.1", rounds["receiver.1"], "transport", world.now)
+    world.coordination.send_failed(rounds["receiver.1"], "aborted", world.now, begun_s=NEVER)
+    world.take()
+    assert PUBLISHER not in world.coordination.culprit
+    assert world.member("receiver.1").retry_at > world.now
+
+
+def test_a_reader_that_failed_once_is_served_alone_no_longer_than_others(world: World) -> None:
+    world.publish(1)
+    world.member("receiver.1").part_from_others()
+    world.obey("receiver.0", *READERS)
+    assert world.member("receiver.1").serving == 1 and not world.member("receiver.1").is_lone

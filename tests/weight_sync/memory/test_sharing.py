@@ -145,6 +145,19 @@ def test_a_name_that_is_withdrawn_between_the_lock_and_the_look_is_gone(prefix, 
     assert segments.find_names(prefix) == [path]
 
 
+def test_a_name_that_is_taken_back_between_its_opening_and_the_lock_is_gone(prefix, monkeypatch):
+    path = segments.create(f"{prefix}1", 4096)
+    lock = segments.fcntl.flock
+
+    def take_back_and_lock(fd: int, kind: int) -> None:
+        segments.unlink(path)
+        lock(fd, kind)
+
+    monkeypatch.setattr(segments.fcntl, "flock", take_back_and_lock)
+    with pytest.raises(SegmentGone, match="is gone"):
+        segments.attach(path, 4096, segments.mmap.MAP_PRIVATE)
+
+
 def test_a_segment_of_another_run_or_size_is_not_mapped(prefix):
     staging, shared = staging_of(f"{prefix}run/"), segments.share(segments.create(f"{prefix}a-1", 64), 1)
     with pytest.raises(SyncError, match="not a segment of this run"):
