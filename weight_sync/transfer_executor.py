@@ -1,8 +1,7 @@
 """Transfer executor: sends or receives the buckets of a round in its own thread, over a cached group.
 
 Owns the cached transports of one peer, one per membership, and the threads that use them, or that check a
-copy which is mapped. A thread
-that hangs holds its buffers until its operation's deadline and is never waited for.
+mapped copy. A thread that hangs holds its buffers until its operation's deadline and is never waited for.
 The transfer thread
   consumes: one transfer order    waits for: the other members, until the order's deadline; the next bucket
                                   travels already while one is waited for

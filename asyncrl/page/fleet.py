@@ -1,7 +1,7 @@
 """Services of a run as rows, and a large fleet as groups of its services, the worst first (pure).
 
 A kind of services with more than `FEW` of them is large: its replicas, say. A view has rows of all services
-of the other kinds, and of a large kind the worst that are not well. Invariants: each service of a large kind
+of the other kinds, and of a large kind the worst of the unhealthy. Invariants: each service of a large kind
 is counted once in each of its groupings; a view has as many rows and groups for a thousand as for a hundred.
 """
 
@@ -19,7 +19,7 @@ from asyncrl.page.snapshot import index_of, metric_of, state_of, tone_of
 
 FEW, MAX_WORST, MAX_NODES, MAX_BITS = 16, 8, 8, 64
 LAGGING = 2
-"""Versions behind the newest from which a replica is not well: one is on its way to it."""
+"""Versions behind the newest from which a replica is unhealthy: one is on its way to it."""
 TONES = ("bad", "warn", "busy", "good")
 """The worst first."""
 _Ranked = tuple[int, str, str]
@@ -78,27 +78,27 @@ class Fleet:
         return -width, text, "warn" if lag >= LAGGING else "good"
 
     def _by_node(self, names: list[str]) -> list[Group]:
-        """Return the nodes with replicas that are not well, the worst first, and one group of all others."""
+        """Return the nodes with unhealthy replicas, the worst first, and one group of all others."""
         total = Counter(self._services[name].node or DASH for name in names)
-        ill = Counter(self._services[name].node or DASH for name in names if self._is_ill(name))
-        worst = [node for node, _ in sorted(ill.items(), key=lambda item: (-item[1], item[0]))][:MAX_NODES]
-        groups = [_group_of(f"{node[:12]}, {ill[node]} not well,", total[node], "warn") for node in worst]
+        bad = Counter(self._services[name].node or DASH for name in names if self._is_unhealthy(name))
+        worst = [node for node, _ in sorted(bad.items(), key=lambda item: (-item[1], item[0]))][:MAX_NODES]
+        groups = [_group_of(f"{node[:12]}, {bad[node]} unhealthy,", total[node], "warn") for node in worst]
         others = total.keys() - {*worst}
         rest = sum(total[node] for node in others)
-        others_ill = any(ill[node] for node in others)
+        tone = "warn" if any(bad[node] for node in others) else "good"
         name = f"{len(others)} {'other ' if worst else ''}nodes"
-        return [*groups, *([_group_of(name, rest, "warn" if others_ill else "good")] if others else [])]
+        return [*groups, *([_group_of(name, rest, tone)] if others else [])]
 
     def _worst(self, names: Iterable[str]) -> list[str]:
-        """Return the worst of those that are not well."""
+        """Return the worst of the unhealthy."""
 
         def badness(name: str) -> tuple[int, float, float]:
             tone, age_s = tone_of(state_of(self._services[name])), self._services[name].heartbeat_age_s
             return TONES.index(tone), -self._lag(name), -(age_s or 0.0)
 
-        return sorted(filter(self._is_ill, names), key=badness)[:MAX_WORST]
+        return sorted(filter(self._is_unhealthy, names), key=badness)[:MAX_WORST]
 
-    def _is_ill(self, name: str) -> bool:
+    def _is_unhealthy(self, name: str) -> bool:
         state = state_of(self._services[name])
         is_held = state == ServiceState.PINNED  # at an older version, on purpose
         return tone_of(state) != "good" or (self._lag(name) >= LAGGING and not is_held)

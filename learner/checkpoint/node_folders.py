@@ -67,7 +67,7 @@ class NodeFolders:
         """Find out by trying who sees whose files in `root`. Collective.
 
         Args:
-            needs_one: The key of what is not to be had over several folders.
+            needs_one: Key of a feature that needs one folder for all ranks.
 
         Raises:
             ConfigError: There are several, on every rank.
@@ -80,7 +80,7 @@ class NodeFolders:
         except OSError as error:
             log.warning("%s cannot be written: %s", root, error)
             has_written = 0
-        if ranks.add([has_written]) != [ranks.world_size]:  # who sees whom is not to be known
+        if ranks.add([has_written]) != [ranks.world_size]:  # no marks to look for
             return cls(ranks)
         keeper = next(rank for rank, mark in enumerate(marks) if mark.exists())
         found = ranks.gather([ranks.rank * ranks.world_size + keeper])
@@ -93,7 +93,9 @@ class NodeFolders:
         )
         if needs_one:
             hint = "Have all nodes share run.dir, or leave this key out"
-            raise ConfigError(f"{needs_one}: {blind}, and nobody brings their files there", hint=hint)
+            raise ConfigError(
+                f"{needs_one}: {blind}, and files of this feature are not sent between nodes", hint=hint
+            )
         if ranks.is_leader:
             log.info("%s: their files of checkpoints are sent there", blind)
         group = dist.new_group(timeout=timedelta(seconds=SEND_DEADLINE_S), backend="gloo")
@@ -113,9 +115,7 @@ class NodeFolders:
         if not self.blind:
             yield folder
             return
-        copy = folder.with_name(
-            f".{folder.name}.copy"
-        )  # the name itself may be taken
+        copy = folder.with_name(f".{folder.name}.copy")  # the name itself may be taken
         keepers = sorted({keeper for keeper in self._keepers if keeper})
         is_keeper = self._ranks.rank in keepers
         if self._ranks.is_leader:

@@ -91,7 +91,7 @@ def test_the_worst_of_a_large_fleet_have_rows_and_come_first(count: int) -> None
     assert [one["name"] for one in by_state][:2] == ["DEAD", "FAILED"] and by_state[-1]["name"] == "READY"
     assert by_version[0]["name"] == "no version" and by_version[1]["name"].endswith("behind")
     assert by_version[-1]["name"] == "newest"
-    assert "2 not well" in by_node[0]["name"] and len(by_node) == MAX_NODES + 1
+    assert "2 unhealthy" in by_node[0]["name"] and len(by_node) == MAX_NODES + 1
 
 
 def test_a_replica_that_is_two_versions_behind_has_a_row_unless_it_is_pinned() -> None:

@@ -179,9 +179,8 @@ class StagingArea:
     def put_verified(self, copy: Copy) -> None:
         """Keep a verified copy until its commit.
 
-        One that is mapped is no base of differences: that would keep another process's segment for long.
-            Segments
-        of its own that are free are let go of with it.
+        A mapped copy is no base of differences, which would keep another process's segment for long; with it
+        the area's own free segments are removed.
         """
         if self._keeps_base:
             base, self._base = self._base, None if copy.is_mapped else copy

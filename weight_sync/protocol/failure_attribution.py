@@ -48,7 +48,7 @@ class FailureAttribution:
     def judge(self, round_: Round, now: float) -> None:
         """Decide about the members of a round that has ended, and put it on record.
 
-        Nobody is blamed for a copy that could not be mapped: a transfer of the same version follows.
+        A member that reported that it could not map a copy is not blamed: a transfer of the version follows.
         """
         failed = [self._state.members[name] for name in round_.those(Part.FAILED) if not round_.is_mapped]
         explained = [member for member in failed if self._cause_of(member, round_) not in UNEXPLAINED]

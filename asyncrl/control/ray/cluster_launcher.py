@@ -1,7 +1,8 @@
 """Launcher for a cluster: a `Launcher` that places each service on a node.
 
-Owns who waits for a place, and who was lost with a node. Invariant: a replica that no node has room for waits
-and the run goes on; the learner's ranks wait together and say so; all start as soon as a node has room.
+Owns the services that wait for a place, and those that were lost with a node. Invariant: a replica that no
+node has room for waits and the run goes on; the learner's ranks wait together and say so; all start as soon
+as a node has room.
 """
 
 from __future__ import annotations

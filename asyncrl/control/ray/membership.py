@@ -98,7 +98,7 @@ def living_nodes() -> list[Node]:
 
 
 def _refuses(host: str, port: int) -> bool:
-    """Tell whether nothing listens there: Ray takes long to notice. Of a host that is silent it decides."""
+    """Tell whether a host refuses the connection, long before Ray notices; a silent host is left to Ray."""
     with socket.socket() as probe:
         probe.settimeout(ANSWER_S)
         return probe.connect_ex((host, port)) == errno.ECONNREFUSED

@@ -89,7 +89,7 @@ class Placement:
         sections = (("learner", config.learner), ("rollout", config.rollout))
         self._needs = {kind: (section.cpus, section.gpus) for kind, section in sections}
         self._ranks = [f"learner.{rank}" for rank in range(config.learner.num_ranks)]
-        self._kept: set[str] = set()  # ranks with room that were not started there yet
+        self._reserved: set[str] = set()  # ranks with room that were not started there yet
         self._claims: dict[str, Claim] = {}
         self._claims_on: dict[str, dict[str, Claim]] = {}
 
@@ -103,8 +103,8 @@ class Placement:
         if name in self._ranks:
             if self.home not in (node.id for node in nodes):
                 raise ConfigError(f"{name} has no place: home is not among the living nodes")
-            self._keep_room(nodes)
-            self._kept.discard(name)
+            self._reserve_ranks(nodes)
+            self._reserved.discard(name)
             return self._claims[name].node
         self.forget(name)
         if kind not in OF_REPLICA:
@@ -112,7 +112,7 @@ class Placement:
         mate = self._claims.get(f"{OF_REPLICA[1 - OF_REPLICA.index(kind)]}.{index}")
         beside = [node for node in nodes if mate is not None and node.id == mate.node]
         if not beside:
-            self._keep_room(nodes)
+            self._reserve_ranks(nodes)
         with_room = [node for node in beside or nodes if self._count_fitting(node, cpus, gpus)]
         if not with_room:
             is_too_large = all(cpus > node.cpus or gpus > node.gpus for node in nodes)
@@ -131,8 +131,8 @@ class Placement:
 
     def recall(self, name: str, node: str) -> None:
         """Record that a service, placed by an earlier supervisor, lives on `node`."""
-        if name not in self._claims or name in self._kept:
-            self._kept.discard(name)
+        if name not in self._claims or name in self._reserved:
+            self._reserved.discard(name)
             self._claim(name, node, *self._needs.get(name.partition(".")[0], (0.0, 0.0)))
 
     def node_of(self, name: str) -> str | None:
@@ -144,7 +144,7 @@ class Placement:
         """Return the services that were started on `node`."""
         return sorted(self._claims_on.get(node, ()))
 
-    def _keep_room(self, nodes: Sequence[Node]) -> None:
+    def _reserve_ranks(self, nodes: Sequence[Node]) -> None:
         """Give each rank of the learner a place, or raise ConfigError.
 
         Anew for all if one's node is gone, as all are started again then; else for those without one.
@@ -152,8 +152,8 @@ class Placement:
         living, places = {node.id for node in nodes}, {name: self.node_of(name) for name in self._ranks}
         if living >= set(places.values()):
             return
-        is_whole = living >= {node for name, node in places.items() if node and name not in self._kept}
-        wanted = {name for name in self._ranks if not is_whole or name in self._kept or not places[name]}
+        is_whole = living >= {node for name, node in places.items() if node and name not in self._reserved}
+        wanted = {name for name in self._ranks if not is_whole or name in self._reserved or not places[name]}
         for name in wanted:
             self.forget(name)
         rooms = {one.id: self._count_fitting(one, self._learner.cpus, self._learner.gpus) for one in nodes}
@@ -169,7 +169,7 @@ class Placement:
             )
         for rank, node in found.items():
             self._claim(self._ranks[rank], node, self._learner.cpus, self._learner.gpus)
-        self._kept = wanted
+        self._reserved = wanted
 
     def _claim(self, name: str, node: str, cpus: float, gpus: float) -> str:
         self.forget(name)

@@ -4,7 +4,7 @@ Processes with the same node's mark see the same shared memory. A version is sen
 node at a time; the others map its verified copy, and those beside a publisher map the publisher's segment.
 Who waits for a copy is written down nowhere: if the member that receives it fails, the next look at the
 members sends the version to another one.
-Invariant: a member never maps from a process that it could not map from before.
+Invariant: a member that cannot map the segments of a process is not asked to again.
 """
 
 from __future__ import annotations
