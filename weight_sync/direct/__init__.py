@@ -1,0 +1,1 @@
+"""Direct path: learner ranks send to engine workers, from device to device; the services only relay."""
