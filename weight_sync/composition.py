@@ -19,6 +19,7 @@ from weight_sync.backends.rendezvous import open_store, own_address
 from weight_sync.backends.store import Store
 from weight_sync.backends.tags import TaggedTransport
 from weight_sync.bounds import bounds_of
+from weight_sync.direct.desk import Desk
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.segments import SHM_DIR, mark_node
 from weight_sync.memory.staging_area import StagingArea
@@ -59,6 +60,7 @@ def build_publisher(
         bounds_of(context.config),
         folder.shelf if folder is not None else None,
         _mark_of(context) if node is None else node,
+        _make_desk(context),
     )
 
 
@@ -98,6 +100,7 @@ def build_receiver(
         bounds=bounds_of(context.config),
         by_folder=folder is not None,
         node=node,
+        desk=_make_desk(context),
     )
 
 
@@ -150,6 +153,12 @@ def transports_of(
         return TaggedTransport(transport, secret) if context.keys is not None else transport
 
     return make
+
+
+def _make_desk(context: ServiceContext) -> Desk | None:
+    if not context.config.weight_sync.is_direct:
+        return None
+    return Desk(context.runtime, context.secret, is_tagged=context.keys is not None)
 
 
 def _mark_of(context: ServiceContext) -> str:

@@ -21,6 +21,7 @@ def build_coordinator(context: ServiceContext, timing: Timing | None = None) -> 
         uses_delta=section.uses_delta,
         fences=read_fences(context.run_dir),
         max_unavailable=section.max_unavailable,
+        uses_direct=section.is_direct,
     )
     bounds = bounds_of(context.config)
     place = (context.bind, context.server_keys, context.run_dir)

@@ -75,7 +75,7 @@ class ReceiverLink:
         self.is_fenced = heard.message.fenced
         if heard.message.past:
             raise FencedError("another process has taken this replica's place at its receiver")
-        if not heard.message.path:
+        if not heard.frames:
             return None
         manifest = Manifest.from_bytes(bytes(heard.frames[0]))
         return Staged(manifest.version, heard.message.path, manifest)

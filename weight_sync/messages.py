@@ -120,7 +120,8 @@ class Handed(Message, frozen=True):
     """Answer of a receiver to its replica.
 
     Attributes:
-        path: Of a verified copy to load, whose manifest is the frame; empty without one.
+        path: Of a verified copy to load, whose manifest is the frame; empty without one, or where the
+            engine's workers hold it themselves.
         fenced: The replica missed a deadline, and may take no leases before it has caught up.
         past: Another process has taken the replica's place.
     """

@@ -35,6 +35,7 @@ from weight_sync import messages as wire
 from weight_sync.backends.folder import Shelf
 from weight_sync.bounds import limits_of
 from weight_sync.coordinator_session import CoordinatorSession, Introduction, Reset
+from weight_sync.direct.desk import Desk
 from weight_sync.encoding.choice import choose_widths
 from weight_sync.encoding.delta_codec import CarryBucket, DeltaNames, DeltaSender, carry_whole
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
@@ -95,6 +96,7 @@ class PublisherService:
         make_transport: Makes the transport of a membership.
         bounds: Limits of a version.
         shelf: What is stored in `weight_sync.folder`, if there is one.
+        desk: Of the learner's ranks, if they send themselves where they can.
         node: As of `ReceiverService`.
     """
 
@@ -111,8 +113,9 @@ class PublisherService:
         bounds: VersionBounds = ANY_VERSION,
         shelf: Shelf | None = None,
         node: str = "",
+        desk: Desk | None = None,
     ) -> None:
-        self._shelf = shelf
+        self._shelf, self._desk = shelf, desk
         self._server = Server(runtime, bind, keys.server if keys else None, limits_of(bounds))
         self._bounds = bounds
         client_keys = keys.client if keys else None
@@ -141,6 +144,9 @@ class PublisherService:
         self._ops.add(wire.COMMIT, self._commit)
         self._ops.add(wire.CURRENT, lambda _, __: wire.Current(self._current_number))
         self._ops.add(wire.PUBLISHER_STATUS, lambda _, __: self._describe())
+        if desk is not None:
+            desk.add_operations(self._ops)
+            desk.on_change = lambda: self._session.report(told.SeatsChanged(desk.num_seats))
 
     def run(self, stop: Event) -> None:
         """Serve until `stop`, then unlink the segments."""
@@ -171,8 +177,8 @@ class PublisherService:
         return Done()
 
     def wake_at(self) -> float:
-        """Return when the next piece of room for the next versions is to be made."""
-        return self._prepare_at
+        """Return when the next piece of room for the next versions is to be made, or the desk has to do."""
+        return min(self._prepare_at, self._desk.wake_at() if self._desk is not None else math.inf)
 
     def end_turn(self) -> None:
         """Renew the status; what has come may have left room to make, or a free segment."""
@@ -183,6 +189,8 @@ class PublisherService:
 
     def tick(self, now: float) -> None:
         """Make room for the next versions, piece by piece: requests are taken in between."""
+        if self._desk is not None:
+            self._desk.tick()
         has_more = self._make_room()
         self._prepare_at = self._clock.now() + PREPARE_EVERY_S if has_more else math.inf
         self._snapshot = self._describe()
@@ -272,6 +280,7 @@ class PublisherService:
             folder=self._shelf.place if self._shelf is not None else "",
             node=self._node,
             path=slot.shared if slot is not None else "",
+            seats=self._desk.num_seats if self._desk is not None else 0,
         )
         return Introduction(hello, [current.to_bytes()] if current else [])
 
@@ -298,6 +307,9 @@ class PublisherService:
     def _send(self, order: TransferOrder) -> None:
         if not self._rounds.begin(order.round, needs_offer=False):
             return  # the same order again, or its abort has come before
+        if order.sources:
+            self._send_directly(order)
+            return
         slot = self._pool.hold(order.number)
         if slot is None or slot.manifest is None or slot.bytes_B is None:
             self.counters[SUPERSEDED] += 1
@@ -313,6 +325,16 @@ class PublisherService:
         buckets, after_bucket = cut(slot.bytes_B, slot.manifest), _count_bucket(order.number)
         done, carry_bucket = partial(self._put_end, cargo), cargo.carry_bucket
         self._transfers.carry(order, buckets, after_bucket, done, carry_bucket)
+
+    def _send_directly(self, order: TransferOrder) -> None:
+        """Have the learner's ranks send what they hold."""
+        fault_point("publisher.transfer", order.number)
+        self._sending[order.round] = order
+        self._transfer_starts[order.round] = self._clock.now()
+        if self._desk is None:
+            self._end_transfer(order, TRANSPORT, "weight_sync.path is not direct here", 0)
+        else:
+            self._desk.carry(order, (), lambda _: None, partial(self._end_transfer, order))
 
     def _load(self, order: TransferOrder, slot: Slot, manifest: Manifest) -> _Cargo:
         if order.base == UNLOADED:
@@ -332,33 +354,44 @@ class PublisherService:
         self._rounds.abort(round_id)
         self._session.report(told.SendFailed(round_id, ABORTED, begun_s))
         order = self._sending.pop(round_id, None)
-        if order is not None:  # the thread ends by itself and releases the slot then
+        if order is not None and order.sources:
+            assert self._desk is not None, "it has the transfer"
+            self._desk.abort(round_id)
+            self._note_took(round_id)
+        elif order is not None:  # the thread ends by itself and releases the slot then
             self._transfers.abort(order.group.membership)
 
     def _put_end(self, cargo: _Cargo, order: TransferOrder, cause: str, message: str) -> None:
         self._server.call_soon(partial(self._end, cargo, order, cause, message))
 
     def _end(self, cargo: _Cargo, order: TransferOrder, cause: str, message: str) -> None:
-        took_s = self._clock.now() - self._transfer_starts.pop(order.round)
-        self._longest_transfer_s = max(self._longest_transfer_s, took_s)
         self._pool.release(cargo.slot)
         if cargo.base is not None:
             self._pool.release(cargo.base)
+        if cause:
+            self._transfers.abort(order.group.membership)
+        else:
+            self._pool.note_sent(cargo.slot)
+            self.counters["deltas"] += cargo.num_deltas
+        self._end_transfer(order, cause, message, cargo.num_bytes)
+
+    def _end_transfer(self, order: TransferOrder, cause: str, message: str, num_bytes: int) -> None:
+        self._note_took(order.round)
         self._sending.pop(order.round, None)
         self._rounds.end(order.round)
         if cause:
             self.counters["failed_transfers"] += 1
             log.warning("round %d with version %d failed: %s", order.round, order.number, message)
-            self._transfers.abort(order.group.membership)
-            self._session.report(
-                told.SendFailed(order.round, cause if cause.startswith(STORE) else TRANSPORT)
-            )
+            is_told = cause == SUPERSEDED or cause.startswith(STORE)
+            self._session.report(told.SendFailed(order.round, cause if is_told else TRANSPORT))
         else:
-            self._pool.note_sent(cargo.slot)
             self.counters["transfers"] += 1
-            self.counters["deltas"] += cargo.num_deltas
             fault_point("publisher.sent", order.number)
-            self._session.report(told.Sent(order.round, cargo.num_bytes))
+            self._session.report(told.Sent(order.round, num_bytes))
+
+    def _note_took(self, round_id: int) -> None:
+        took_s = self._clock.now() - self._transfer_starts.pop(round_id)
+        self._longest_transfer_s = max(self._longest_transfer_s, took_s)
 
 
 def cut(bytes_B: torch.Tensor, manifest: Manifest) -> list[torch.Tensor]:

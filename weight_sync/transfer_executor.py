@@ -42,6 +42,7 @@ class TransferOrder:
         base: The version number that every receiver of the round holds, so that differences to it may be
             sent; 0 if whole buckets are to be.
         is_afresh: Store again what is stored already: a receiver could not use it.
+        sources: As in `protocol.messages.Transfer`.
     """
 
     round: int
@@ -51,13 +52,15 @@ class TransferOrder:
     deadline_s: float
     base: int = UNLOADED
     is_afresh: bool = False
+    sources: int = 0
 
     @staticmethod
     def of(told: Transfer) -> TransferOrder:
         """Return the order that a peer was told."""
         group = Group(told.membership, told.rank, told.world, told.store_host, told.store_port, told.folder)
         live, deadline_s = frozenset(told.live), told.deadline_s
-        return TransferOrder(told.round, told.number, group, live, deadline_s, told.base, told.afresh)
+        how = (told.base, told.afresh, told.sources)
+        return TransferOrder(told.round, told.number, group, live, deadline_s, *how)
 
 
 MakeTransport = Callable[[Group], Transport]

@@ -42,6 +42,8 @@ SYNC_FILES = (
     "weight_sync/memory/staging_area.py",
     "weight_sync/memory/staging.py",
     "weight_sync/protocol/copies/sharing.py",
+    "weight_sync/protocol/lanes/starts.py",
+    "weight_sync/protocol/lanes/transfers.py",
     "weight_sync/protocol/round_manager.py",
     "weight_sync/protocol/round_reports.py",
     "weight_sync/protocol/state.py",

@@ -70,5 +70,6 @@ def publisher_info_of(hello: PublisherHello, now: float) -> PublisherInfo:
         started_ms=hello.started_ms,
         folder=hello.folder,
         node=hello.node,
+        seats=hello.seats,
         path=hello.path,
     )

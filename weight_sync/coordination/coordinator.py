@@ -245,6 +245,8 @@ class CoordinatorService:
                 coordination.sent(event.round, event.num_bytes, now)
             case wire.SendFailed():
                 coordination.send_failed(event.round, event.cause[: wire.MAX_TEXT], now, event.begun_s)
+            case wire.SeatsChanged():
+                coordination.seats_changed(PUBLISHER, event.seats, now)
             case wire.Goodbye():
                 coordination.publisher_leaves(now)
 
@@ -267,6 +269,10 @@ class CoordinatorService:
                 coordination.loaded(name, event.number, event.ok, event.error[: wire.MAX_TEXT], now)
             case wire.Progress():
                 coordination.progressed(name, event.round, event.num_steps, now)
+            case wire.SeatsChanged():
+                coordination.seats_changed(name, event.seats, now)
+            case wire.Lost():
+                coordination.lost(name, event.number, now)
             case wire.Accepted():
                 coordination.accepted(name, event.round, now)
             case wire.Verified():

@@ -11,9 +11,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from asyncrl.core.rpc.message import MAX_NAME_CHARACTERS, Done, Message, Operation, Wait
+from weight_sync.protocol.messages import MAX_SEATS, MAX_TEXT
 
-MAX_SEATS = 1 << 16
-MAX_TEXT = 200
 Number = Annotated[int, Meta(ge=0)]
 
 

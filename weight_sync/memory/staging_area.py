@@ -27,7 +27,10 @@ RESERVE_STEP_BYTES = 64 << 20
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """One version in one segment; `is_mapped`: of another process, while this copy is referred to."""
+    """One version in one segment; `is_mapped`: of another process, while this copy is referred to.
+
+    Without a path the engine's workers hold the version themselves.
+    """
 
     manifest: Manifest
     path: str
@@ -37,6 +40,11 @@ class Copy:
     @property
     def number(self) -> int:
         return self.manifest.version.number
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the engine's workers hold it."""
+        return not self.path
 
 
 class StagingArea:
@@ -157,7 +165,7 @@ class StagingArea:
 
     def give_back(self, copy: Copy | None) -> None:
         """Nobody writes or reads the copy any more."""
-        if copy is None or copy is self._base:
+        if copy is None or copy is self._base or copy.is_direct:
             return
         if copy.is_mapped or copy.path in self._disowned or copy.path in self._num_reserved:
             self._disowned.discard(copy.path)
@@ -183,13 +191,13 @@ class StagingArea:
         the area's own free segments are removed.
         """
         if self._keeps_base:
-            base, self._base = self._base, None if copy.is_mapped else copy
+            base, self._base = self._base, None if copy.is_mapped or copy.is_direct else copy
             if not self._copies.has(base):
                 self.give_back(base)
         if copy.is_mapped:
             while self._free:
                 self._remove(self._free.pop()[0])
-        elif shared := segments.share(copy.path, copy.number):
+        elif not copy.is_direct and (shared := segments.share(copy.path, copy.number)):
             self._shared[copy.path] = copy.number, shared
         self._copies.put_verified(copy)
 
@@ -209,6 +217,10 @@ class StagingArea:
         """Return the copy that an engine serving `serving` should load; the same one if asked again."""
         return self._copies.take(serving)
 
+    def drop_direct(self) -> list[int]:
+        """The engine's workers have lost what they held; return the numbers of those versions."""
+        return [copy.number for copy in self._copies.drop(lambda copy: copy.is_direct)]
+
     def release_copies(self) -> None:
         """The engine that had taken a copy is gone; another one may have it."""
         self._copies.release_copies()
@@ -218,7 +230,7 @@ class StagingArea:
 
         That segment is given to whoever may load it, and never written to again.
         """
-        if (taken := self._copies.taken) is not None:
+        if (taken := self._copies.taken) is not None and not taken.is_direct:
             self._disowned.add(taken.path)
 
     def finish_load(self, number: int, is_ok: bool) -> None:

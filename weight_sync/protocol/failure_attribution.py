@@ -52,10 +52,19 @@ class FailureAttribution:
         """
         failed = [self._state.members[name] for name in round_.those(Part.FAILED) if not round_.is_mapped]
         explained = [member for member in failed if self._cause_of(member, round_) not in UNEXPLAINED]
-        self._judge_explained(explained, round_, now)
-        self._judge_rest([member for member in failed if member not in explained], round_, now)
+        if round_.is_direct:
+            self._leave_direct_path(failed, round_)
+        else:
+            self._judge_explained(explained, round_, now)
+            self._judge_rest([member for member in failed if member not in explained], round_, now)
         self._count(round_)
         self._state.note(_record(round_, now))
+
+    def _leave_direct_path(self, members: list[Member], round_: Round) -> None:
+        """Have the members of a failed direct round get the version staged; none of them is blamed."""
+        for member in members:
+            member.leave_direct_path(round_.version.number, is_blameless=round_.broken_by in BLAMELESS)
+        self._state.counters["direct_fallbacks"] += len(members)
 
     def lateness_of(self, round_: Round, name: str, now: float) -> str | None:
         """Return the cause for which a member is not waited for any longer; None if it is."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from asyncrl.core.staleness import UNLOADED
+from weight_sync.protocol.messages import ReceiverHello
 from weight_sync.protocol.rounds import Lane, Round
 
 
@@ -41,7 +42,7 @@ ALLOWED: dict[MemberState, frozenset[MemberState]] = {
 }
 _STARTED = frozenset({MemberState.SYNCING, MemberState.READY, MemberState.SUSPECT, MemberState.PINNED})
 _OFFERABLE = (MemberState.STARTING, MemberState.SYNCING, MemberState.READY)
-MAX_LONE_ROUNDS = 32
+MAX_LONE_ROUNDS = MAX_STAGED_VERSIONS = 32
 
 
 @dataclass
@@ -51,7 +52,7 @@ class PublisherInfo:
     Attributes:
         is_missed: It was blamed for its silence and has not been heard since.
         started_ms: As in `Hello`.
-        folder, node, path: As in `PublisherHello`.
+        folder, node, path, seats: As in `PublisherHello`.
     """
 
     incarnation: str
@@ -63,6 +64,7 @@ class PublisherInfo:
     folder: str = ""
     node: str = ""
     path: str = ""
+    seats: int = 0
 
 
 @dataclass
@@ -77,7 +79,9 @@ class Member:
         is_attended: A replica has asked for weights, so a commit will be performed.
         is_unheard: It was DEAD and its replica has not reported since: the hello's statements about the
             replica are not trusted.
-        base, by_folder, node, shared, shared_path: As in `ReceiverHello`.
+        base, by_folder, node, shared, shared_path, seats: As in `ReceiverHello`.
+        staged_until: Newest version number that it gets staged, as the direct path has failed;
+            `num_direct_failures` in a row.
         not_mapped: By incarnation of a process of its node, the newest version number that it could not map
             from that; infinite if it can map none.
         mapped_from: Process whose copy its newest version is; empty if that is its own.
@@ -106,6 +110,9 @@ class Member:
     node: str = ""
     shared: int = UNLOADED
     shared_path: str = ""
+    seats: int = 0
+    staged_until: int = UNLOADED
+    num_direct_failures: int = 0
     not_mapped: dict[str, float] = field(default_factory=dict)
     mapped_from: str = ""
     staging: int | None = None
@@ -123,6 +130,22 @@ class Member:
     last_swap_s: float | None = None
     last_error: str = ""
     rank: int = 0
+
+    def is_usurped(self, info: ReceiverHello, *, is_silent: bool) -> bool:
+        """Tell whether a hello is to be refused: the member has retired, or a newer process lives."""
+        if self.incarnation == info.incarnation:
+            return self.state is MemberState.RETIRED
+        return self.is_listening and not is_silent and info.started_ms < self.started_ms
+
+    def take_info(self, info: ReceiverHello, now: float) -> None:
+        """Note what its hello tells of it."""
+        self.serving, self.last_seen, self.started_ms = info.serving, now, info.started_ms
+        self.is_attended = info.attended and not self.is_unheard
+        self.is_pinned, self.base, self.by_folder = info.pinned, info.base, info.by_folder
+        self.node, self.shared, self.shared_path = info.node, info.shared, info.shared_path
+        self.seats = info.seats
+        if info.draining and self.is_listening:
+            self.move(MemberState.DRAINING)
 
     def move(self, state: MemberState) -> None:
         """Change the state; a move that the table does not have is a bug of the caller."""
@@ -184,10 +207,18 @@ class Member:
     def note_arrival(self, round_: Round) -> None:
         """A round has brought it a version, without others or with them, or by a copy of its node."""
         self.num_failures, self.mapped_from = 0, round_.holder
+        if round_.is_direct:
+            self.num_direct_failures = 0
         if self.is_lone and round_.lane not in (Lane.MAIN, Lane.JOINERS):
             self.lone_rounds_left -= 1
         elif not round_.is_mapped:
             self.num_parted = 0
+
+    def leave_direct_path(self, number: int, *, is_blameless: bool = False) -> None:
+        """Take version `number` staged, and more versions after it the more often the path has failed."""
+        num_versions = 1 if is_blameless else min(MAX_STAGED_VERSIONS, 2**self.num_direct_failures)
+        self.staged_until = number - 1 + num_versions
+        self.num_direct_failures += not is_blameless
 
     def forget_progress(self) -> None:
         """Forget its staged version, its transfer and its swap."""

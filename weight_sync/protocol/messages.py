@@ -17,6 +17,7 @@ from asyncrl.core.rpc.message import AskStatus, Message, Operation, read_message
 from asyncrl.core.service_status import NUM_INDICES, CoordinatorStatus
 from asyncrl.core.staleness import UNLOADED
 
+MAX_SEATS = 1 << 16
 MAX_TEXT = 200
 """Characters of a name or an address; further ones of a reason are cut."""
 _INDEX = rf"0|[1-9][0-9]{{0,{len(str(NUM_INDICES)) - 2}}}"
@@ -25,6 +26,7 @@ PeerName = Annotated[str, Meta(pattern=rf"\A(publisher|receiver\.({_INDEX}))\Z")
 PublisherName = Annotated[str, Meta(pattern=r"\Apublisher\Z")]
 ReceiverName = Annotated[str, Meta(pattern=rf"\Areceiver\.({_INDEX})\Z")]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Seats = Annotated[int, Meta(ge=0, le=MAX_SEATS)]
 
 
 class OfPeer(Message, frozen=True, kw_only=True):
@@ -59,6 +61,7 @@ class ReceiverHello(Hello, frozen=True, kw_only=True):
         by_folder: It reads the folder, and is in no group.
         node: Mark of the shared memory that it sees; empty if it can share none.
         shared: Version number that others of its node may map, under the name `shared_path`.
+        seats: Workers of its engine that can take part in direct rounds; 0 unless all can.
     """
 
     name: ReceiverName
@@ -72,6 +75,7 @@ class ReceiverHello(Hello, frozen=True, kw_only=True):
     node: Text = ""
     shared: int = UNLOADED
     shared_path: Text = ""
+    seats: Seats = 0
 
 
 class PublisherHello(Hello, frozen=True, kw_only=True):
@@ -80,6 +84,7 @@ class PublisherHello(Hello, frozen=True, kw_only=True):
     Attributes:
         folder: Its place in `weight_sync.folder`; empty without one.
         node: As of a receiver. path: Name under which its newest version may be mapped there.
+        seats: Ranks of the learner that can take part in direct rounds; 0 unless all can.
     """
 
     name: PublisherName
@@ -88,6 +93,7 @@ class PublisherHello(Hello, frozen=True, kw_only=True):
     folder: Text = ""
     node: Text = ""
     path: Text = ""
+    seats: Seats = 0
 
 
 class HelloReply(Message, frozen=True):
@@ -155,6 +161,13 @@ class Goodbye(Event, frozen=True):
     """The peer ends."""
 
     kind = "goodbye"
+
+
+class SeatsChanged(Event, frozen=True):
+    """So many processes of the peer can take part in direct rounds; other ones than before, perhaps."""
+
+    kind = "seats"
+    seats: Seats
 
 
 class Published(Event, frozen=True):
@@ -229,6 +242,13 @@ class Progress(Event, frozen=True):
     num_steps: int
 
 
+class Lost(Event, frozen=True):
+    """The engine has lost version `number`, which it held itself: it needs it once more."""
+
+    kind = "lost"
+    number: int
+
+
 class Accepted(Event, frozen=True):
     """The receiver has room for the version of a round."""
 
@@ -254,7 +274,9 @@ class Failed(Event, frozen=True):
     num_buckets: int = 0
 
 
-OF_PUBLISHER: Mapping[str, type[Event]] = {one.kind: one for one in (Goodbye, Published, Sent, SendFailed)}
+OF_PUBLISHER: Mapping[str, type[Event]] = {
+    one.kind: one for one in (Goodbye, Published, Sent, SendFailed, SeatsChanged)
+}
 OF_RECEIVER: Mapping[str, type[Event]] = {
     one.kind: one
     for one in (
@@ -269,6 +291,8 @@ OF_RECEIVER: Mapping[str, type[Event]] = {
         Accepted,
         Verified,
         Failed,
+        SeatsChanged,
+        Lost,
     )
 }
 
@@ -291,11 +315,12 @@ class Instruction(Message, frozen=True):
 
 
 class Offer(Instruction, frozen=True):
-    """Make room for a version: its manifest is the frame."""
+    """Make room for a version: its manifest is the frame. `direct`: the engine's workers are to hold it."""
 
     kind = "offer"
     round: int
     number: int
+    direct: bool = False
 
 
 class Transfer(Instruction, frozen=True):
@@ -307,6 +332,8 @@ class Transfer(Instruction, frozen=True):
         base: The version number that every receiver of the round holds, so that differences to it may be
             sent; 0 if whole buckets are to be.
         afresh: Its receiver could not use what is stored: store it again.
+        sources: Ranks of the learner, the first of the group; the others are the engines' workers, from
+            `rank` on those of the receiver. 0 unless they are to carry it out themselves.
     """
 
     kind = "transfer"
@@ -322,6 +349,7 @@ class Transfer(Instruction, frozen=True):
     base: int = UNLOADED
     folder: Text = ""
     afresh: bool = False
+    sources: Seats = 0
 
 
 class MapCopy(Instruction, frozen=True):

@@ -44,7 +44,7 @@ class Coordination:
         uses_delta: Let differences be sent where all members of a round hold the same version.
         fences: Version numbers that members must serve before they take leases, as the coordinator before
             this one has left them.
-        max_unavailable: As of `CoordinationState`.
+        max_unavailable, uses_direct: As of `CoordinationState`.
     """
 
     def __init__(
@@ -55,8 +55,9 @@ class Coordination:
         uses_delta: bool = False,
         fences: Mapping[str, int] | None = None,
         max_unavailable: float | None = None,
+        uses_direct: bool = False,
     ) -> None:
-        self._state = CoordinationState(timing, parallelism, token, uses_delta, max_unavailable)
+        self._state = CoordinationState(timing, parallelism, token, uses_delta, max_unavailable, uses_direct)
         self._rounds = RoundManager(self._state)
         self._reports = RoundReports(self._state, self._rounds)
         self._silence = SilenceCheck(self._state, self._rounds)
@@ -136,7 +137,8 @@ class Coordination:
             False if it must not: it has retired, or a newer process lives under its name.
         """
         known = self.members.get(info.name)
-        if known is not None and self._is_usurped(known, info, now):
+        is_silent = known is None or self._state.is_silent(known.last_seen, now)
+        if known is not None and known.is_usurped(info, is_silent=is_silent):
             self.counters["refused_hellos"] += 1
             return False
         if known is not None:
@@ -154,15 +156,12 @@ class Coordination:
             self._state.fenced.add(info.name)
             self._swap_scheduler.forget(info.name)
             self._rounds.forget(info.name)
-        self._take_info(known, info, now)
+        known.take_info(info, now)
+        if info.staged > info.serving:
+            self._swap_scheduler.ask(known, info.staged)
+        known.catch_up()
         self._note_change(now, info.name)
         return True
-
-    def _is_usurped(self, known: Member, info: ReceiverHello, now: float) -> bool:
-        if known.incarnation == info.incarnation:
-            return known.state is MemberState.RETIRED
-        is_alive = known.is_listening and not self._state.is_silent(known.last_seen, now)
-        return is_alive and info.started_ms < known.started_ms
 
     def _raise(self, member: Member) -> None:
         """Take back a member that was DEAD; it counts again after a report of its replica.
@@ -174,17 +173,6 @@ class Coordination:
             member.is_unheard = True
         if member.is_unheard:
             self._state.order(member.name, Withdraw())
-
-    def _take_info(self, member: Member, info: ReceiverHello, now: float) -> None:
-        member.serving, member.last_seen, member.started_ms = info.serving, now, info.started_ms
-        member.is_attended = info.attended and not member.is_unheard
-        member.is_pinned, member.base, member.by_folder = info.pinned, info.base, info.by_folder
-        member.node, member.shared, member.shared_path = info.node, info.shared, info.shared_path
-        if info.draining and member.is_listening:
-            member.move(MemberState.DRAINING)
-        if info.staged > info.serving:
-            self._swap_scheduler.ask(member, info.staged)
-        member.catch_up()
 
     def publisher_hello(
         self, publisher: PublisherInfo, current: PolicyVersion | None, now: float, num_bytes: int = 0
@@ -221,17 +209,19 @@ class Coordination:
             publisher = self.publisher
             if publisher is None or publisher.incarnation != incarnation:
                 return False
-            self._note_return(publisher.last_seen, now)
+            is_back = self._state.is_silent(publisher.last_seen, now)
             publisher.last_seen, publisher.is_missed = now, False
-            return True
-        member = self.members.get(name)
-        if member is None or member.incarnation != incarnation or not member.is_listening:
-            return False
-        self._note_return(member.last_seen, now)
-        member.last_seen = now
-        if member.state is MemberState.SUSPECT:
-            member.catch_up()
-            self._touch(name)
+        else:
+            member = self.members.get(name)
+            if member is None or member.incarnation != incarnation or not member.is_listening:
+                return False
+            is_back = self._state.is_silent(member.last_seen, now)
+            member.last_seen = now
+            if member.state is MemberState.SUSPECT:
+                member.catch_up()
+                self._touch(name)
+        if is_back:
+            self._note_change(now)  # a round may begin
         return True
 
     def drain(self, name: str, now: float) -> None:
@@ -272,6 +262,18 @@ class Coordination:
         self.members[name].is_pinned = False
         self.members[name].catch_up()
         self._note_change(now, name)
+
+    def seats_changed(self, name: str, num_seats: int, now: float) -> None:
+        """So many processes of the peer take part in direct rounds from now on; they are in no group yet."""
+        if name == PUBLISHER:
+            if self.publisher is not None:
+                self.publisher.seats = num_seats
+            self._rounds.leave_direct_path(now)
+            self._note_change(now)
+        else:
+            self.members[name].seats = num_seats
+            self._rounds.groups.forget(name)
+            self._note_change(now, name)
 
     # --- versions and rounds ----------------------------------------------------------------------
 
@@ -373,6 +375,15 @@ class Coordination:
             self._swap_scheduler.note_load(member, number, now)
         self._note_change(now, name)
 
+    def lost(self, name: str, number: int, now: float) -> None:
+        """The member's engine has lost version `number`, which it held itself and did not serve yet."""
+        member = self.members[name]
+        self._swap_scheduler.take_back(member)
+        if member.staged == number:
+            member.staged = None
+            member.leave_direct_path(number, is_blameless=True)
+        self._note_change(now, name)
+
     # --- time -------------------------------------------------------------------------------------
 
     def wake_at(self) -> float:
@@ -399,20 +410,10 @@ class Coordination:
         away_s, self._ticked = (now - self._ticked if self._ticked is not None else 0.0), now
         if away_s <= self.timing.poll_s:
             return
-        self.counters["pauses"] += 1
-        if self.publisher is not None:
-            self.publisher.last_seen = now
-        for member in self.members.values():
-            member.last_seen = now
-            member.swap_until += away_s
+        self._state.shift(away_s, now)
         self._swap_scheduler.put_off()
         for round_ in self.rounds:
             round_.shift(away_s)
-
-    def _note_return(self, last_seen: float, now: float) -> None:
-        """Note the return of a silent peer: a round may begin."""
-        if self._state.is_silent(last_seen, now):
-            self._note_change(now)
 
     def _note_change(self, now: float, name: str = "") -> None:
         """Note an event, and the member of which it is, if it is one's."""

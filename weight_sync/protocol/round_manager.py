@@ -1,22 +1,20 @@
 """Active rounds, from offer to end: their members, pending answers, and outcome (pure).
 
-Owns the active rounds and the memberships. A round per version and set of members: offer → transfer → verify,
-or map → verify where a process of the members' node has the version. Invariants: an offer is always of the
-newest published version; a membership number names one set of processes for ever; no round outlasts its
-deadline.
+Owns the active rounds; `lanes` has which of them begin, and their orders. A round per version and set of
+members: offer → transfer → verify, or map → verify where a process of the members' node has the version.
+Invariants: an offer is always of the newest published version; no round outlasts its deadline.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
-import msgspec
-
-from weight_sync.protocol.copies.sharing import CopySharing, Holder
+from weight_sync.protocol.copies.sharing import CopySharing
 from weight_sync.protocol.failure_attribution import FailureAttribution
-from weight_sync.protocol.members import Member, PublisherInfo
-from weight_sync.protocol.messages import Abort, Close, MapCopy, Offer, Transfer
+from weight_sync.protocol.lanes.starts import RoundStarts
+from weight_sync.protocol.lanes.transfers import Transfers
+from weight_sync.protocol.members import Member
+from weight_sync.protocol.messages import Abort, Close
 from weight_sync.protocol.rounds import (
     DEADLINE,
     FINAL_PARTS,
@@ -48,6 +46,8 @@ class RoundManager:
         self.sharing = CopySharing(state)
         self.active: dict[int, Round] = {}
         self.groups = GroupCache()
+        self._starts = RoundStarts(state, self.active, self.sharing)
+        self.transfers = Transfers(state, self.active, self.groups)
         self.last_round_s: float | None = None
         self._num_unanswered = 0
 
@@ -60,7 +60,7 @@ class RoundManager:
                 self._progress_transfer(round_, now)
             if round_.is_over:
                 self._close(round_, now)
-        self._start_rounds(now)
+        self._starts.begin(now)
 
     def due_at(self, now: float) -> float:
         """Return when `advance` has something to do, if nothing happens before."""
@@ -73,7 +73,7 @@ class RoundManager:
 
     def find_in(self, lane: Lane) -> Round | None:
         """Return the active round of a lane that has one at most."""
-        return next((round_ for round_ in self.active.values() if round_.lane is lane), None)
+        return self._starts.find_in(lane)
 
     def is_awaited(self, member: Member) -> bool:
         """Tell whether a round waits for the member."""
@@ -125,6 +125,12 @@ class RoundManager:
         for round_ in self.active.values():
             self._lose_publisher(round_, cause, now)
 
+    def leave_direct_path(self, now: float) -> None:
+        """Drop the groups of the learner's ranks, which are other ones now."""
+        self.groups.forget(PUBLISHER)
+        if (round_ := self.find_in(Lane.DIRECT)) is not None:
+            self.break_up(round_, PUBLISHER_LOST, now)
+
     def hear_publisher(self, round_: Round, began: float) -> None:
         """Note a report of the publisher about the round.
 
@@ -161,68 +167,6 @@ class RoundManager:
         if is_store:
             self._state.blame_publisher(cause, round_)
 
-    # --- start --------------------------------------------------------------------------------------
-
-    def _start_rounds(self, now: float) -> None:
-        state = self._state
-        if state.current is None or state.publisher is None:
-            return
-        number = state.current.number
-        lagging = [member for member in state.in_order(state.lagging) if member.newest < number]
-        wanting = [member for member in lagging if member.may_be_offered(number, now)]
-        state.lagging = {one.name for one in wanting} | {one.name for one in lagging if now < one.retry_at}
-        if not wanting:
-            return
-        heard = [member for member in wanting if not state.is_silent(member.last_seen, now)]
-        able = [member for member in heard if not _is_busy(member, self.active.values())]
-        for holder, mappers in self.sharing.find_mappers(able).items():
-            self._map(holder, mappers, now)
-        if not state.is_silent(state.publisher.last_seen, now):
-            able = [member for member in able if member.staging is None]
-            readers = [member for member in able if member.by_folder] if state.publisher.folder else []
-            for member in self.sharing.choose_receivers(readers, self.active.values()):
-                self._begin_offer(Lane.FOLDER, [member], now)
-            self._offer_to([member for member in able if not member.by_folder], now)
-
-    def _offer_to(self, able: list[Member], now: float) -> None:
-        """Begin the rounds that can begin with some of these members."""
-        together = [member for member in able if not member.is_lone]
-        if self.find_in(Lane.MAIN) is None:
-            self._offer(Lane.MAIN, together, now)
-        elif self.find_in(Lane.JOINERS) is None:
-            self._offer(Lane.JOINERS, [member for member in together if not member.newest], now)
-        if self.find_in(Lane.LONE) is None:
-            lone = [member for member in able if member.is_lone]
-            # The member that came furthest first: it is the least likely to take all of its deadline.
-            self._offer(Lane.LONE, sorted(lone, key=lambda member: -member.num_buckets), now, most=1)
-
-    def _offer(self, lane: Lane, wanting: list[Member], now: float, most: int | None = None) -> None:
-        if members := self.sharing.choose_receivers(wanting, self.active.values())[:most]:
-            self._begin_offer(lane, members, now)
-
-    def _begin_offer(self, lane: Lane, members: list[Member], now: float) -> None:
-        round_ = self._begin(lane, members, Part.OFFERED, now)
-        for member in members:
-            self._state.order(member.name, Offer(round_.id, round_.version.number))
-
-    def _map(self, holder: Holder, members: list[Member], now: float) -> None:
-        """Let members map what a process of their node holds; the deadline is that of an offer."""
-        round_ = self._begin(Lane.MAPPED, members, Part.RECEIVING, now)
-        round_.phase, round_.sender, round_.receivers = Phase.TRANSFER, Sender.SENT, tuple(round_.parts)
-        round_.holder, round_.holder_incarnation = holder.name, holder.incarnation
-        for member in members:
-            self._state.order(member.name, MapCopy(round_.id, round_.version.number, holder.path))
-
-    def _begin(self, lane: Lane, members: list[Member], part: Part, now: float) -> Round:
-        version = self._state.current
-        assert version is not None, "there is a version to send or to map"
-        until, parts = now + self._state.deadlines(lane).offer_s, {member.name: part for member in members}
-        round_ = Round(self._state.next_id(), lane, version, now, until, parts, phase_began=now)
-        self.active[round_.id] = round_
-        for member in members:
-            member.staging = version.number
-        return round_
-
     # --- progress -----------------------------------------------------------------------------------
 
     def _progress_offer(self, round_: Round, now: float) -> None:
@@ -232,36 +176,7 @@ class RoundManager:
                     self._leave_out(round_, name, cause)
             self._attribution.note_heard(round_)
         if not round_.has(Part.OFFERED) and round_.has(Part.ACCEPTED):
-            self._start_transfer(round_, now)
-
-    def _start_transfer(self, round_: Round, now: float) -> None:
-        state, names = self._state, round_.those(Part.ACCEPTED)
-        assert state.publisher is not None, "a round without a publisher is broken"
-        end = round_.started + state.deadlines(round_.lane).deadline_s - state.timing.settle_s
-        round_.phase, round_.receivers, round_.phase_began = Phase.TRANSFER, tuple(names), now
-        round_.until = max(end, now + state.timing.settle_s)
-        is_by_folder = round_.lane is Lane.FOLDER
-        key = tuple((name, state.members[name].incarnation) for name in names)
-        found = None if is_by_folder else self.groups.find(key)
-        round_.membership = found or state.next_id()
-        if found is None and not is_by_folder:
-            self.groups.add(key, round_.membership)
-        live = tuple(self.groups.live(other.membership for other in self.active.values()))
-        round_.transfer = _transfer_of(state, state.publisher, round_, live, now)
-        state.order(PUBLISHER, round_.transfer)
-        if not is_by_folder:
-            self.start_receiving(round_, now)
-
-    def start_receiving(self, round_: Round, now: float) -> None:
-        """Let the members receive: at once, or from the folder when all is stored there."""
-        assert round_.transfer is not None, "the publisher was told first"
-        if round_.has(Part.ACCEPTED):
-            round_.phase_began = now
-        transfer = msgspec.structs.replace(round_.transfer, deadline_s=max(0.0, round_.until - now))
-        for rank, name in enumerate(round_.receivers, start=1):
-            if round_.parts[name] is Part.ACCEPTED:
-                self.set_part(round_, name, Part.RECEIVING)
-                self._state.order(name, msgspec.structs.replace(transfer, rank=rank))
+            self.transfers.begin(round_, now)
 
     def _progress_transfer(self, round_: Round, now: float) -> None:
         if now >= round_.look_at or (round_.is_mapped and now >= round_.until):
@@ -334,31 +249,3 @@ class RoundManager:
         else:
             self.last_round_s = now - round_.started
         self._attribution.judge(round_, now)
-
-
-def _transfer_of(
-    state: CoordinationState, publisher: PublisherInfo, round_: Round, live: tuple[int, ...], now: float
-) -> Transfer:
-    """Return the order of a round's transfer to the publisher."""
-    number = round_.version.number
-    is_by_folder = round_.lane is Lane.FOLDER
-    return Transfer(
-        round=round_.id,
-        number=number,
-        membership=round_.membership,
-        rank=0,
-        world=len(round_.receivers) + 1,
-        store_host=publisher.store_host,
-        store_port=publisher.store_port,
-        live=live,
-        deadline_s=round_.until - now,
-        base=state.common_base(round_.receivers, number),
-        folder=f"{publisher.folder}/{number}" if is_by_folder else "",
-        afresh=is_by_folder and any(state.members[name].num_failures for name in round_.receivers),
-    )
-
-
-def _is_busy(member: Member, active: Iterable[Round]) -> bool:
-    """Tell whether it is in a round: one that it has left is not judged with it, and may end later."""
-    rounds = (round_ for round_ in active if member.name in round_.parts)
-    return any(not round_.has_left(member.name) for round_ in rounds)

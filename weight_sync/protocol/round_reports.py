@@ -29,10 +29,12 @@ class RoundReports:
             self._rounds.set_part(round_, member.name, Part.VERIFIED)
             member.last_round_s = now - round_.started
             member.note_arrival(round_)
-            way = "bytes_mapped" if round_.is_mapped else "bytes_copied"
-            self._state.counters[way] += self._state.num_bytes
+            if not round_.is_direct:
+                way = "bytes_mapped" if round_.is_mapped else "bytes_copied"
+                self._state.counters[way] += self._state.num_bytes
         # Also if its round is over: it holds these bytes. Those that it maps are not kept for differences.
-        member.base = UNLOADED if round_ is not None and round_.is_mapped else number
+        is_own = round_ is None or not (round_.is_mapped or round_.is_direct)
+        member.base = number if is_own else UNLOADED
         if path:
             member.shared, member.shared_path = number, path
 
@@ -57,7 +59,7 @@ class RoundReports:
         if round_.sender is Sender.PENDING:
             round_.sender, round_.num_bytes = Sender.SENT, num_bytes
             self._state.counters["bytes_sent"] += num_bytes
-            self._rounds.start_receiving(round_, now)
+            self._rounds.transfers.start_receiving(round_, now)
 
     def note_send_failed(self, round_: Round, cause: str, begun_s: float, now: float) -> None:
         """The publisher could not send, or answers an abort."""

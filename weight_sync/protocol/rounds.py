@@ -35,7 +35,7 @@ ASKING_CAUSES = (TRANSPORT, *OVERDUE)
 
 
 class Lane(StrEnum):
-    """Rounds run side by side, at most one in each of the first three lanes.
+    """Rounds run side by side, at most one in each of the first three lanes and in DIRECT.
 
     A member is in one round, besides those that it has left or is done with.
     """
@@ -48,6 +48,8 @@ class Lane(StrEnum):
     """One member that transfers broke with or were late with: the others do not wait for it."""
     FOLDER = "FOLDER"
     """One member that reads the folder, however slowly: those of its node alone wait for its copy."""
+    DIRECT = "DIRECT"
+    """Members whose engines get their parts from the learner's ranks themselves."""
     MAPPED = "MAPPED"
     """Members that map the copy of a process of their node; any number of rounds, and none is awaited."""
 
@@ -206,6 +208,11 @@ class Round:
     def is_mapped(self) -> bool:
         """Whether no byte is sent: there is no group that could break, and no member waits for another."""
         return self.lane is Lane.MAPPED
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether learner ranks send to engine workers; who is not reached gets the version staged."""
+        return self.lane is Lane.DIRECT
 
     @property
     def is_broken(self) -> bool:

@@ -39,6 +39,7 @@ class CoordinationState:
         current: The version that the publisher can send, and its size in bytes.
         newest_number: Of all versions that any publisher had; an older one is never offered.
         uses_delta: Let differences be sent to members that hold the same base.
+        uses_direct: Let learner ranks send to engine workers where both can.
         max_unavailable: Share of the members that may load at once, None for all that `parallelism` allows.
         lagging: All members that could be offered the current version are among them; `fenced`: all that
             are fenced.
@@ -50,6 +51,7 @@ class CoordinationState:
     token: int
     uses_delta: bool = False
     max_unavailable: float | None = None
+    uses_direct: bool = False
     members: dict[str, Member] = field(default_factory=dict)
     publisher: PublisherInfo | None = None
     current: PolicyVersion | None = None
@@ -83,6 +85,13 @@ class CoordinationState:
         base = bases.pop() if len(bases) == 1 and self.uses_delta else UNLOADED
         return base if base < number else UNLOADED
 
+    def goes_directly(self, member: Member) -> bool:
+        """Tell whether the current version can go from the learner's ranks to the member's engine."""
+        assert self.current is not None and self.publisher is not None, "there is a version to send"
+        is_able = self.uses_direct and bool(self.publisher.seats and member.seats)
+        is_apart = member.by_folder or member.is_lone or member.staged_until >= self.current.number
+        return is_able and not is_apart
+
     def order(self, to: str, what: Instruction) -> None:
         """Queue an instruction to a peer."""
         self._orders.append(Order(to, what))
@@ -113,6 +122,15 @@ class CoordinationState:
     def is_silent(self, last_seen: float, now: float) -> bool:
         """Tell whether a peer last heard at `last_seen` is silent for too long."""
         return now - last_seen >= self.timing.silence_s
+
+    def shift(self, seconds: float, now: float) -> None:
+        """Put deadlines off by a time in which the coordinator did not run; nobody was silent then."""
+        self.counters["pauses"] += 1
+        if self.publisher is not None:
+            self.publisher.last_seen = now
+        for member in self.members.values():
+            member.last_seen = now
+            member.swap_until += seconds
 
     def forget_progress(self, member: Member) -> None:
         """Forget the member's staged version, its transfer and its swap."""

@@ -23,13 +23,14 @@ from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.staleness import UNLOADED
 from weight_sync.backends.contract import DigestMismatch
+from weight_sync.direct.desk import Desk
 from weight_sync.encoding.delta_codec import CarryBucket, DeltaNames, DeltaReceiver, carry_whole
 from weight_sync.memory.manifest import Manifest, VersionBounds
 from weight_sync.memory.staging_area import Copy, StagingArea
 from weight_sync.protocol import messages as told
 from weight_sync.protocol.copies.sharing import UNMAPPABLE
 from weight_sync.protocol.peer import RoundTracker, Stage
-from weight_sync.protocol.rounds import ABORTED, SUPERSEDED
+from weight_sync.protocol.rounds import ABORTED, SUPERSEDED, TRANSPORT
 from weight_sync.publisher import cut
 from weight_sync.transfer_executor import AfterBucket, Check, MakeTransport, TransferExecutor, TransferOrder
 
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 0.5
 """Between two reports of one round's progress: a version that arrives in less is not told of."""
+NO_BYTES = torch.empty(0, dtype=torch.uint8)
 OnBucket = Callable[[int, int, torch.Tensor], None]
 """Called with version number, bucket index and the received bytes, before they are verified."""
 
@@ -66,6 +68,7 @@ class InboundRounds:
         call_soon: Has the server's thread make a call; any thread may ask.
         on_bucket: See `OnBucket`.
         on_end: Called after a transfer has ended: there may be a copy for the engine.
+        desk: Of the engine's workers, if they receive themselves where they can.
     """
 
     def __init__(
@@ -79,8 +82,9 @@ class InboundRounds:
         bounds: VersionBounds,
         counters: Counter[str],
         runtime: Runtime,
+        desk: Desk | None = None,
     ) -> None:
-        self._staging = staging
+        self._staging, self._desk = staging, desk
         self._transfers = TransferExecutor(runtime, make_transport)
         self._report = report
         self._call_soon = call_soon
@@ -104,12 +108,14 @@ class InboundRounds:
         now, starts = self._clock.now(), list(self._transfer_starts.values())  # at once: any thread may ask
         return max([self._longest_transfer_s, *(now - start for start in starts)])
 
-    def accept(self, round_id: int, manifest: bytes) -> None:
+    def accept(self, order: told.Offer, manifest: bytes) -> None:
         """Take part in an offered round once there is memory for it, or refuse it."""
+        round_id = order.round
         is_new = self._rounds.offer(round_id)
         if is_new:
             try:
-                copy = self._staging.make_room(Manifest.from_bytes(manifest, bounds=self._bounds))
+                version = Manifest.from_bytes(manifest, bounds=self._bounds)
+                copy = Copy(version, "", NO_BYTES) if order.direct else self._staging.make_room(version)
             except (SyncError, WireError) as error:
                 self._rounds.abort(round_id)
                 self._refuse(round_id, error)
@@ -128,12 +134,28 @@ class InboundRounds:
         fault_point("receiver.transfer", order.number)
         self._transfer_starts[order.round] = self._clock.now()
         copy, after_bucket = incoming.copy, self._counting(incoming)
+        if order.sources:
+            self._receive_directly(order, incoming)
+            return
         buckets = cut(copy.bytes_B, copy.manifest)
 
         def done(order: TransferOrder, cause: str, message: str) -> None:
             self._put_end(order.round, order.number, cause, message)
 
         self._transfers.carry(order, buckets, after_bucket, done, self._carry_bucket(order, copy))
+
+    def _receive_directly(self, order: TransferOrder, incoming: _Incoming) -> None:
+        """Have the engine's workers receive, who keep what the engine may still load."""
+        staging = self._staging
+        keep = {staging.newest_verified, staging.committed_number, staging.taken_number} - {UNLOADED}
+
+        def done(cause: str, message: str, _: int) -> None:
+            self._end(order.round, order.number, cause, message)
+
+        if self._desk is None:
+            done(TRANSPORT, "weight_sync.path is not direct here", 0)
+        else:
+            self._desk.carry(order, keep, partial(self._step, incoming), done)
 
     def map_copy(self, order: told.MapCopy, manifest: bytes) -> None:
         """Map what another process of the node shares, and check it; no byte is moved."""
@@ -161,11 +183,14 @@ class InboundRounds:
             return
         incoming = self._incoming.pop(round_id)
         self._counters["aborted"] += 1
-        if stage is Stage.OFFERED:
+        if stage is Stage.OFFERED or incoming.copy.is_direct:
             self._staging.give_back(incoming.copy)
         else:
             self._staging.abandon(round_id, incoming.copy)
-        if incoming.order is not None:
+        if incoming.order is not None and incoming.order.sources and self._desk is not None:
+            self._desk.abort(round_id)
+            self._transfer_starts.pop(round_id)
+        elif incoming.order is not None:
             self._transfers.abort(incoming.order.group.membership)
         self._report(told.Failed(round_id, ABORTED, incoming.num_buckets))
 
@@ -205,9 +230,9 @@ class InboundRounds:
         log.warning("cannot take part in round %d: %s", round_id, error)
         self._report(told.Failed(round_id, f"{cause}: {error.message}"[: told.MAX_TEXT]))
 
-    def _step(self, incoming: _Incoming) -> None:
+    def _step(self, incoming: _Incoming, num_steps: int | None = None) -> None:
         """Count a step of a round, and tell the coordinator now and then: who goes on is alive."""
-        incoming.num_steps += 1
+        incoming.num_steps = incoming.num_steps + 1 if num_steps is None else num_steps
         now = self._clock.now()
         if incoming.told_at is None:
             incoming.told_at = now

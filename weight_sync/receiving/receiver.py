@@ -12,6 +12,7 @@ Invariant: only bytes whose digests matched are ever handed to the engine.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from functools import partial
 
@@ -32,6 +33,7 @@ from asyncrl.core.states import ServiceState
 from weight_sync import messages as wire
 from weight_sync.bounds import limits_of
 from weight_sync.coordinator_session import CoordinatorSession, Introduction, Reset
+from weight_sync.direct.desk import Desk
 from weight_sync.memory.manifest import ANY_VERSION, VersionBounds
 from weight_sync.memory.staging_area import StagingArea
 from weight_sync.protocol import messages as told
@@ -59,6 +61,7 @@ class ReceiverService:
         bounds: Limits on the size and layout of a version.
         by_folder: Versions come through `weight_sync.folder`.
         node: Mark of the shared memory that it sees; without one it maps nothing, and nobody maps its copies.
+        desk: As of `InboundRounds`.
     """
 
     def __init__(
@@ -75,10 +78,11 @@ class ReceiverService:
         keys: RunKeys | None = None,
         bounds: VersionBounds = ANY_VERSION,
         node: str = "",
+        desk: Desk | None = None,
         *,
         by_folder: bool = False,
     ) -> None:
-        self._by_folder = by_folder
+        self._by_folder, self._desk = by_folder, desk
         self._server = Server(runtime, bind, keys.server if keys else None, limits_of(bounds), REPLICA_OPS)
         client_keys = keys.client if keys else None
         self._name, self._incarnation, self._node = name, incarnation, node
@@ -99,11 +103,15 @@ class ReceiverService:
             bounds,
             self.counters,
             runtime,
+            desk,
         )
         self._snapshot = ReceiverStatus(state=ServiceState.STARTING, address=self._server.address)
         self._ops = Operations("the receiver")
         self._ops.add(wire.RECEIVER_STATUS, lambda _, __: self._describe())
         self._replica.add_operations(self._ops)
+        if desk is not None:
+            desk.add_operations(self._ops)
+            desk.on_change = self._change_seats
 
     def run(self, stop: Event) -> None:
         """Serve until `stop`, then unlink the staging segments."""
@@ -132,8 +140,9 @@ class ReceiverService:
         self._replica.answer_poll()
 
     def wake_at(self) -> float:
-        """Return when the replica's poll is over, or the coordinator may be lost."""
-        return min(self._replica.poll_ends_at, self._session.look_at)
+        """Return when the replica's poll is over, the coordinator may be lost, or the desk has to do."""
+        desk_at = self._desk.wake_at() if self._desk is not None else math.inf
+        return min(self._replica.poll_ends_at, self._session.look_at, desk_at)
 
     def end_turn(self) -> None:
         """Renew the status."""
@@ -141,6 +150,8 @@ class ReceiverService:
 
     def tick(self, now: float) -> None:
         """End empty polls; act alone if the coordinator is lost."""
+        if self._desk is not None:
+            self._desk.tick()
         if self._session.lost_for_s >= self._lost_s:
             self._act_alone()
         self._replica.answer_poll()
@@ -165,6 +176,7 @@ class ReceiverService:
                 node=self._node,
                 shared=shared,
                 shared_path=shared_path,
+                seats=self._desk.num_seats if self._desk is not None else 0,
             )
         )
 
@@ -182,7 +194,7 @@ class ReceiverService:
     def _carry_out(self, order: told.Instruction, manifest: bytes) -> None:
         match order:
             case told.Offer():
-                self._rounds.accept(order.round, manifest)
+                self._rounds.accept(order, manifest)
             case told.Transfer():
                 self._rounds.receive(TransferOrder.of(order))
             case told.MapCopy():
@@ -198,6 +210,12 @@ class ReceiverService:
                 self._rounds.abort_all()
             case _:
                 raise WireError(f"a receiver does not take the order '{order.kind}'")
+
+    def _change_seats(self) -> None:
+        """Other workers take part in direct rounds: what the former ones held is lost."""
+        assert self._desk is not None, "it has called"
+        self._replica.lose_direct_copies()
+        self._session.report(told.SeatsChanged(self._desk.num_seats))
 
     def _commit(self, number: int) -> None:
         fault_point("receiver.commit", number)

@@ -21,13 +21,21 @@ from asyncrl.core.staleness import UNLOADED
 from weight_sync import messages as wire
 from weight_sync.coordination.order_queue import ReportLog
 from weight_sync.coordinator_session import CoordinatorSession
+from weight_sync.direct.orders import ASK_ORDER, SEAT_ENDED
 from weight_sync.memory.staging_area import Copy, StagingArea
 from weight_sync.protocol import messages as told
 from weight_sync.protocol.peer import Pin
 
 R = TypeVar("R", bound=wire.OfReplica)
 PINS = (wire.PIN.name, wire.UNPIN.name)
-REPLICA_OPS = (wire.NEXT_STAGED.name, wire.LOADED.name, wire.DRAIN.name, *PINS)
+REPLICA_OPS = (
+    wire.NEXT_STAGED.name,
+    wire.LOADED.name,
+    wire.DRAIN.name,
+    *PINS,
+    ASK_ORDER.name,
+    SEAT_ENDED.name,
+)
 """Operations that a replica may call on its receiver; services call all others."""
 
 
@@ -76,6 +84,11 @@ class ReplicaSession:
         self._add(ops, wire.PIN, lambda _, asked: self._set_pin(asked, is_held=True))
         self._add(ops, wire.UNPIN, lambda _, asked: self._set_pin(asked, is_held=False))
         self._add(ops, wire.DRAIN, lambda _, __: self.drain())
+
+    def lose_direct_copies(self) -> None:
+        """The engine's workers have lost what they held; the coordinator is to send it anew."""
+        for number in self._staging.drop_direct():
+            self._coordinator.report(told.Lost(number))
 
     def drain(self) -> wire.Handed:
         """Accept no more offers."""
@@ -142,6 +155,7 @@ class ReplicaSession:
         if incarnation != self._incarnation:
             self._incarnation = incarnation
             self._staging.quarantine()
+            self.lose_direct_copies()
 
     def _note_serving(self, serving: int) -> None:
         if serving < self.serving:
@@ -150,6 +164,7 @@ class ReplicaSession:
             self._staging.release_copies()
             self._note_pin(self._pin.end())
             self._coordinator.report(told.Restarted(serving))
+            self.lose_direct_copies()
         elif serving > self.serving:
             self.serving = serving
             self._staging.finish_load(serving, is_ok=True)
@@ -161,6 +176,8 @@ class ReplicaSession:
         self.serving = number if is_ok else UNLOADED
         self._counters["loads" if is_ok else "failed_loads"] += 1
         self._coordinator.report(told.LoadEnded(number, is_ok, error))
+        if not is_ok:
+            self.lose_direct_copies()
         return wire.Handed(fenced=self._coordinator.is_fenced)
 
     def _set_pin(self, asked: wire.OfReplica, *, is_held: bool) -> wire.Handed:

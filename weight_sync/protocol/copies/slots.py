@@ -175,6 +175,15 @@ class Copies(Generic[C]):
         older, self._taken = self._taken, None
         self._put_back(older, has_newer=self._verified is not None or self._committed is not None)
 
+    def drop(self, is_lost: Callable[[C], bool]) -> list[C]:
+        """Forget the copies that are lost, and return them."""
+        places = ("_verified", "_committed", "_taken")
+        lost = {name: copy for name in places if (copy := getattr(self, name)) is not None and is_lost(copy)}
+        for name, copy in lost.items():
+            setattr(self, name, None)
+            self._give_back(copy)
+        return list(lost.values())
+
     def finish_load(self, number: int, is_ok: bool) -> None:
         """The engine has loaded version `number`, or failed and must load again."""
         if self._taken is None or self._taken.number != number:

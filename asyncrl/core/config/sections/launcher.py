@@ -21,9 +21,11 @@ class WeightSyncSection(Section):
 
     With a `folder` that both sides reach, replicas on other hosts than the learner's read versions there
     (`auto`), or all do (`folder`); objects are encrypted. For an object store install its fsspec package.
+
+    With `direct` learner ranks send each engine worker what it loads, after its first version.
     """
 
-    backend: Literal["auto", "gloo", "folder", "nccl"] = "auto"
+    backend: Literal["auto", "gloo", "direct", "folder", "nccl"] = "auto"
     """Transport of weights; auto is gloo, and `folder` for replicas on other hosts. NCCL is not there yet."""
     folder: Annotated[str | None, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s?#]+$")] = None
     """URL for fsspec where replicas without a common network read weights. For example: s3://bucket/run"""
@@ -44,6 +46,11 @@ class WeightSyncSection(Section):
     def all_by_folder(self) -> bool:
         """Whether replicas beside the publisher read the folder too."""
         return self.backend == "folder"
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether learner ranks send to engine workers; what that does not reach goes over gloo."""
+        return self.backend == "direct"
 
     @property
     def uses_delta(self) -> bool:

@@ -1,0 +1,169 @@
+"""Direct rounds in the protocol: who takes part, ranks in the group, the way back to staged copies."""
+
+from __future__ import annotations
+
+from asyncrl.core.staleness import PolicyVersion
+from tests.weight_sync.protocol.world import TIMING, World
+from weight_sync.protocol.protocol import PUBLISHER
+from weight_sync.protocol.rounds import DIGEST, SUPERSEDED, TRANSPORT, Lane, Round
+
+
+class DirectWorld(World):
+    """A learner of four ranks, and receivers whose engines have workers as given by name."""
+
+    def __init__(self, seats: dict[str, int], *, sources: int = 4, node: str = "") -> None:
+        super().__init__(*seats, node=node)
+        self.coordination._state.uses_direct = True
+        self.coordination.seats_changed(PUBLISHER, sources, self.now)
+        for name, num_seats in seats.items():
+            self.coordination.seats_changed(name, num_seats, self.now)
+
+    def begin(self, number: int) -> Round:
+        """Publish a version, and let its direct round begin."""
+        self.publish(number)
+        self.take()
+        round_ = self.find(Lane.DIRECT)
+        for name in round_.parts:
+            self.coordination.accepted(name, round_.id, self.now)
+        self.take()
+        return round_
+
+    def find(self, lane: Lane) -> Round:
+        return next(round_ for round_ in self.coordination.rounds if round_.lane is lane)
+
+    def lanes(self) -> set[Lane]:
+        return {round_.lane for round_ in self.coordination.rounds}
+
+    def end(self, round_: Round, *verified: str) -> None:
+        self.coordination.sent(round_.id, 100, self.now)
+        for name in verified:
+            self.coordination.verified(name, round_.id, round_.version.number, self.now)
+
+
+def test_engine_workers_have_the_ranks_behind_those_of_the_learner():
+    world = DirectWorld({"a": 2, "b": 1, "c": 4})
+    round_ = world.begin(1)
+    found = {order.to: order.fields for order in world.orders("transfer")}
+    assert {name: fields["rank"] for name, fields in found.items()} == {PUBLISHER: 0, "a": 4, "b": 6, "c": 7}
+    assert {(fields["world"], fields["sources"]) for fields in found.values()} == {(11, 4)}
+    assert all(order.fields["direct"] for order in world.orders("offer"))
+    world.end(round_, "a", "b", "c")
+    world.obey("a", "b", "c")
+    assert set(world.states().values()) == {"READY"}
+    again = world.begin(2)
+    assert again.membership == round_.membership, "the group is kept for the next version"
+
+
+def test_who_has_no_seats_gets_the_version_staged_beside_the_direct_round():
+    world = DirectWorld({"a": 2, "b": 0})
+    world.begin(1)
+    assert world.lanes() == {Lane.DIRECT, Lane.MAIN}
+    assert list(world.find(Lane.MAIN).parts) == ["b"]
+    (offer,) = world.orders("offer", "b")
+    assert not offer.fields["direct"]
+
+
+def test_without_the_learners_seats_all_is_staged():
+    world = DirectWorld({"a": 2}, sources=0)
+    world.publish(1)
+    assert world.lanes() == {Lane.MAIN}
+
+
+def test_members_of_the_publishers_node_go_directly_too_and_map_once_that_has_failed():
+    world = DirectWorld({}, node="n")
+    world.join("a", node="n", seats=1)
+    round_ = world.begin(1)
+    world.coordination.failed("a", round_.id, TRANSPORT, world.now)
+    world.hear_publisher(round_.id)
+    assert world.lanes() == {Lane.MAPPED}
+
+
+def test_a_failed_direct_round_blames_nobody_and_all_that_lack_the_version_get_it_staged():
+    world = DirectWorld({"a": 1, "b": 1})
+    round_ = world.begin(1)
+    world.coordination.verified("a", round_.id, 1, world.now)
+    world.coordination.failed("b", round_.id, DIGEST, world.now)
+    world.coordination.sent(round_.id, 100, world.now)
+    assert world.lanes() == {Lane.MAIN} and list(world.find(Lane.MAIN).parts) == ["b"]
+    assert not world.coordination.culprit and not world.member("b").is_fenced
+    assert world.coordination.counters["direct_fallbacks"] == 1
+    world.obey("a", "b")
+    assert world.states() == {"a": "READY", "b": "READY"}
+    assert set(world.begin(2).parts) == {"a", "b"}, "the next version goes directly again"
+
+
+def test_the_more_often_it_fails_the_more_versions_are_staged_until_one_arrives():
+    world = DirectWorld({"a": 1})
+    staged = []
+    for number in range(1, 12):
+        world.publish(number)
+        if world.lanes() == {Lane.DIRECT}:
+            round_ = world.find(Lane.DIRECT)
+            world.coordination.failed("a", round_.id, TRANSPORT, world.now)
+            world.hear_publisher(round_.id)
+        else:
+            staged.append(number)
+        world.obey("a")
+    assert staged == [3, 5, 6, 7, 9, 10, 11]
+
+
+def test_a_version_that_the_learner_no_longer_holds_costs_no_further_one():
+    world = DirectWorld({"a": 1})
+    for number in (1, 2, 3):
+        round_ = world.begin(number)
+        world.coordination.send_failed(round_.id, SUPERSEDED, world.now)
+        world.coordination.failed("a", round_.id, "aborted", world.now)
+        assert world.lanes() == {Lane.MAIN}
+        world.obey("a")
+    assert not world.coordination.culprit
+
+
+def test_a_worker_that_was_started_anew_makes_another_group():
+    world = DirectWorld({"a": 1, "b": 1})
+    first = world.begin(1)
+    world.end(first, "a", "b")
+    world.obey("a", "b")
+    world.coordination.seats_changed("b", 1, world.now)
+    assert world.begin(2).membership != first.membership
+
+
+def test_a_learner_whose_ranks_are_other_ones_breaks_the_direct_round_and_it_goes_staged():
+    world = DirectWorld({"a": 1})
+    round_ = world.begin(1)
+    world.coordination.seats_changed(PUBLISHER, 0, world.now)
+    assert world.orders("abort", PUBLISHER) == [] and world.take()
+    assert {order.to for order in world.orders("abort")} == {PUBLISHER, "a"}
+    world.coordination.failed("a", round_.id, "aborted", world.now)
+    world.hear_publisher(round_.id)
+    assert world.lanes() == {Lane.MAIN} and not world.coordination.culprit
+
+
+def test_a_direct_version_that_its_engine_has_lost_is_sent_again_staged():
+    world = DirectWorld({"a": 1})
+    round_ = world.begin(1)
+    world.end(round_, "a")
+    world.take()
+    assert world.orders("commit", "a")
+    world.coordination.loaded("a", 1, False, "not on this worker", world.now)
+    world.coordination.lost("a", 1, world.now)
+    assert world.lanes() == {Lane.MAIN}
+    world.obey("a")
+    assert world.states() == {"a": "READY"}
+
+
+def test_a_silent_member_is_left_out_of_a_direct_round_and_the_others_go_on_staged():
+    world = DirectWorld({"a": 1, "b": 1})
+    round_ = world.begin(1)
+    world.pass_time(TIMING.silence_s + 0.5, "a")
+    world.coordination.failed("a", round_.id, "aborted", world.now)
+    world.hear_publisher(round_.id)
+    assert world.coordination.culprit.startswith("b:")
+    world.obey("a")
+    assert world.states()["a"] == "READY" and world.states()["b"] == "SUSPECT"
+
+
+def test_what_came_directly_is_no_base_of_differences():
+    world = DirectWorld({"a": 1})
+    round_ = world.begin(1)
+    world.end(round_, "a")
+    assert world.member("a").base == 0 and world.coordination.current == PolicyVersion(1, 0)
