@@ -321,7 +321,9 @@ class PublisherService:
             self._shelf.hold(order.round, order.number, is_afresh=order.is_afresh)
         self._sending[order.round] = order
         self._transfer_starts[order.round] = self._clock.now()
-        cargo = self._load(order, slot, slot.manifest)
+        cargo = _load(self._pool, order, slot, slot.manifest)
+        if order.base != UNLOADED and cargo.base is None:
+            self.counters["lost_bases"] += 1
         buckets, after_bucket = cut(slot.bytes_B, slot.manifest), _count_bucket(order.number)
         done, carry_bucket = partial(self._put_end, cargo), cargo.carry_bucket
         self._transfers.carry(order, buckets, after_bucket, done, carry_bucket)
@@ -335,18 +337,6 @@ class PublisherService:
             self._end_transfer(order, TRANSPORT, "weight_sync.path is not direct here", 0)
         else:
             self._desk.carry(order, (), lambda _: None, partial(self._end_transfer, order))
-
-    def _load(self, order: TransferOrder, slot: Slot, manifest: Manifest) -> _Cargo:
-        if order.base == UNLOADED:
-            return _Cargo(slot)
-        base = self._pool.hold(order.base)
-        buckets = None
-        if base is None or base.manifest is None or base.bytes_B is None:
-            self.counters["lost_bases"] += 1
-        elif base.manifest.layout == manifest.layout:
-            buckets = cut(base.bytes_B, base.manifest)
-        names = DeltaNames(manifest.digests, order.base)
-        return _Cargo(slot, base, DeltaSender(buckets, choose_widths(manifest.layout), names))
 
     def _abort(self, round_id: int) -> None:
         is_known, now = self._rounds.stage_of(round_id) is not None, self._clock.now()
@@ -392,6 +382,17 @@ class PublisherService:
     def _note_took(self, round_id: int) -> None:
         took_s = self._clock.now() - self._transfer_starts.pop(round_id)
         self._longest_transfer_s = max(self._longest_transfer_s, took_s)
+
+
+def _load(pool: SegmentPool, order: TransferOrder, slot: Slot, manifest: Manifest) -> _Cargo:
+    if order.base == UNLOADED:
+        return _Cargo(slot)
+    base, buckets = pool.hold(order.base), None
+    if base is not None and base.manifest is not None and base.bytes_B is not None:
+        is_alike = base.manifest.layout == manifest.layout
+        buckets = cut(base.bytes_B, base.manifest) if is_alike else None
+    names = DeltaNames(manifest.digests, order.base)
+    return _Cargo(slot, base, DeltaSender(buckets, choose_widths(manifest.layout), names))
 
 
 def cut(bytes_B: torch.Tensor, manifest: Manifest) -> list[torch.Tensor]:
