@@ -104,13 +104,25 @@ class Shelf:
             self.release(round_id)
 
     def put(self, place: str, content: str, bucket: torch.Tensor) -> Call:
-        """Store a content, unless that was done or is being done."""
-        name = f"{place}/{self._seal.name(content)}"
+        """Store a content, unless that was done or is being done.
+
+        Raises:
+            SyncError: No round reads its version any more.
+        """
+        name, number = f"{place}/{self._seal.name(content)}", int(place.rpartition("/")[2])
+        if (known := self._find(name)) is not None:
+            return known
+        sealed = self._seal.close(name, bucket)  # without the lock: the service's thread would wait
+        with self._lock:
+            if number not in self._stored and number < max(self._stored, default=0):
+                raise SyncError(f"version {number} is needed no more")
+            call = self._objects[name] = self._store.put(name, sealed)
+            return call
+
+    def _find(self, name: str) -> Call | None:
         with self._lock:
             call = self._objects.get(name)
-            if call is None or call.has_failed:
-                call = self._objects[name] = self._store.put(name, self._seal.close(name, bucket))
-            return call
+            return call if call is not None and not call.has_failed else None
 
     def claim(self) -> Call:
         """Return the call that makes the run's folder, another one if the last has failed."""

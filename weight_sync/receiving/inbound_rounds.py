@@ -8,6 +8,7 @@ put into the staging area as verified.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -36,6 +37,8 @@ from weight_sync.transfer_executor import AfterBucket, Check, MakeTransport, Tra
 
 log = logging.getLogger(__name__)
 
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+"""Errors that say nothing of whether a segment can be mapped: this process has no room for it now."""
 PROGRESS_EVERY_S = 0.5
 """Between two reports of one round's progress: a version that arrives in less is not told of."""
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
@@ -169,7 +172,7 @@ class InboundRounds:
             if isinstance(error, SegmentGone):
                 self._report(told.Failed(order.round, SUPERSEDED))
             else:
-                self._refuse(order.round, error, UNMAPPABLE)
+                self._refuse(order.round, error, "refused" if _passes(error) else UNMAPPABLE)
             return
         incoming = self._incoming[order.round] = _Incoming(order.round, copy)
         self._transfer_starts[order.round] = self._clock.now()
@@ -299,3 +302,7 @@ class InboundRounds:
             shared, path = self._staging.shared
             self._report(told.Verified(round_id, number, path if shared == number else ""))
         self._on_end()
+
+
+def _passes(error: Exception) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in PASSING

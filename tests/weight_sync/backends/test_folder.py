@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,43 @@ def test_a_version_is_stored_once_and_stays_while_a_round_reads_it_or_it_is_the_
     assert stored() == {"1", "2"}
     ends.shelf.release(2)
     wait_until(lambda: stored() == {"2"}, "the older version to be removed")
+
+
+def test_a_version_that_was_removed_is_not_stored_again_by_a_thread_that_comes_late(
+    ends: Ends, tmp_path: Path
+) -> None:
+    for number in (1, 2):
+        ends.shelf.hold(number, number, is_afresh=False)
+        ends.store_buckets(number, number=number)
+    ends.shelf.release(1)
+    wait_until(lambda: {path.parent.name for path in objects(tmp_path)} == {"2"}, "the removal")
+    with pytest.raises(SyncError, match="version 1 is needed no more"):
+        ends.store_buckets(3, number=1)
+
+
+def test_the_service_does_not_wait_while_a_bucket_is_sealed(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_sealing, goes_on, close = threading.Event(), threading.Event(), ends.shelf._seal.close
+
+    def close_slowly(name: str, bucket: torch.Tensor) -> bytes:
+        is_sealing.set()
+        assert goes_on.wait(WAIT_S)
+        return close(name, bucket)
+
+    monkeypatch.setattr(ends.shelf._seal, "close", close_slowly)
+    ends.shelf.hold(1, 1, is_afresh=False)
+    storing = threading.Thread(target=ends.store_buckets, args=(1,))
+    storing.start()
+    assert is_sealing.wait(WAIT_S)
+    other = threading.Thread(target=ends.shelf.hold, args=(2, 2), kwargs={"is_afresh": False})
+    other.start()
+    other.join(WAIT_S / 4)
+    has_ended = not other.is_alive()
+    goes_on.set()
+    storing.join(WAIT_S)
+    other.join(WAIT_S)
+    assert has_ended
 
 
 def test_the_next_publisher_removes_what_one_that_died_has_left_and_nothing_else(

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import uuid
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from asyncrl.core.errors import SegmentGone, SyncError
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.weight_sync.memory.test_shared_memory import commit, make_manifest, room_for
 from weight_sync.memory import segments
+from weight_sync.memory.manifest import ANY_VERSION
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.staging import Staged, open_tensors
 from weight_sync.memory.staging_area import StagingArea
+from weight_sync.protocol.copies.sharing import UNMAPPABLE
+from weight_sync.protocol.messages import MapCopy
+from weight_sync.receiving.inbound_rounds import InboundRounds
+from weight_sync.receiving.receiver import ignore_bucket
 
 READER = """
 import mmap, os, sys
@@ -156,6 +165,32 @@ def test_a_name_that_is_taken_back_between_its_opening_and_the_lock_is_gone(pref
     monkeypatch.setattr(segments.fcntl, "flock", take_back_and_lock)
     with pytest.raises(SegmentGone, match="is gone"):
         segments.attach(path, 4096, segments.mmap.MAP_PRIVATE)
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"), [(errno.ENOMEM, "refused"), (errno.EMFILE, "refused"), (errno.EXDEV, UNMAPPABLE)]
+)
+def test_a_process_without_room_says_nothing_of_what_it_could_map_later(prefix, monkeypatch, number, cause):
+    shared, manifest = segments.share(segments.create(f"{prefix}a-1", 64), 1), make_manifest(1)
+    told: list[Any] = []
+    rounds = InboundRounds(
+        staging_of(prefix),
+        make_transport=lambda group: pytest.fail("no transport is wanted"),
+        report=told.append,
+        call_soon=lambda call: call(),
+        on_bucket=ignore_bucket,
+        on_end=lambda: None,
+        bounds=ANY_VERSION,
+        counters=Counter(),
+        runtime=ThreadRuntime(),
+    )
+
+    def refuse(*_: str) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(segments.os, "link", refuse)
+    rounds.map_copy(MapCopy(1, 1, shared), manifest.to_bytes())
+    assert [event.cause.partition(":")[0] for event in told] == [cause]
 
 
 def test_a_segment_of_another_run_or_size_is_not_mapped(prefix):
