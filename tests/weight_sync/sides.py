@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 import xxhash
 
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
@@ -87,6 +88,12 @@ class Peer:
     after: int = 0
     after_before: int = 0
     now: float = 0.0
+    seats: int = 0
+
+    def change_seats(self, count: int) -> None:
+        """Other processes of the peer can take part in direct rounds from now on, or none."""
+        self.seats = count
+        self.report(lambda c, now: c.seats_changed(self.name, count, now))
 
     def fetch_orders(self) -> None:
         """Poll; before that a poll from before the last hello arrives, late and over another connection."""
@@ -200,13 +207,14 @@ class ModelReceiver(Peer):
             pinned=self.is_pinned,
             draining=self.is_draining,
             started_ms=self.started_ms,
+            seats=self.seats,
         )
         return coordination.hello(info, now)
 
     def obey(self, order: Order) -> None:
         fields = order.fields
         if order.kind == "offer":
-            self._accept(fields["round"], fields["number"])
+            self._accept(fields["round"], fields["number"], is_direct=fields["direct"])
         elif order.kind == "transfer" and self.rounds.begin(fields["round"]):
             thread = Thread(fields["round"], fields["number"], self.incoming[fields["round"]])
             self.threads[fields["round"]] = thread
@@ -218,9 +226,12 @@ class ModelReceiver(Peer):
             self.staging.withdraw()
             self.is_attended = False
 
-    def _accept(self, round_id: int, number: int) -> None:
+    def _accept(self, round_id: int, number: int, *, is_direct: bool) -> None:
         if self.rounds.offer(round_id):
-            copy = self.incoming[round_id] = self.staging.make_room(manifest_of(number))
+            manifest = manifest_of(number)
+            bytes_B = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+            copy = Copy(manifest, "", bytes_B) if is_direct else self.staging.make_room(manifest)
+            self.incoming[round_id] = copy
             while not self.staging.reserve(copy):
                 pass
         if round_id in self.incoming:
@@ -231,7 +242,7 @@ class ModelReceiver(Peer):
         if stage is None:
             return
         copy = self.incoming.pop(round_id)
-        if stage is Stage.OFFERED:
+        if stage is Stage.OFFERED or copy.is_direct:
             self.staging.give_back(copy)
         else:
             self.staging.abandon(round_id, copy)
@@ -272,11 +283,23 @@ class ModelReceiver(Peer):
         self.staging.finish_load(number, is_ok)
         self.serving = number if is_ok else UNLOADED
         self.report(lambda c, now: c.loaded(self.name, number, is_ok, "" if is_ok else "broken", now))
+        if not is_ok:
+            self.lose_direct_copies()
+
+    def change_seats(self, count: int) -> None:
+        self.lose_direct_copies()
+        super().change_seats(count)
+
+    def lose_direct_copies(self) -> None:
+        for number in self.staging.drop_direct():
+            self.loading = None if self.loading and self.loading.number == number else self.loading
+            self.report(lambda c, now, number=number: c.lost(self.name, number, now))
 
     def restart_replica(self) -> None:
         self.loading, self.serving = None, UNLOADED
         self.staging.release_copies()
         self.report(lambda c, now: c.restarted(self.name, UNLOADED, now))
+        self.lose_direct_copies()
 
     def tell(self, what: str) -> None:
         self.is_pinned = {"pin": True, "unpin": False}.get(what, self.is_pinned)
@@ -294,7 +317,8 @@ class ModelPublisher(Peer):
         self.began: dict[int, float] = {}
 
     def introduce(self, coordination: Coordination, now: float) -> bool:
-        publisher = PublisherInfo(self.incarnation, "127.0.0.1", 1, now, started_ms=self.started_ms)
+        place = (self.incarnation, "127.0.0.1", 1, now)
+        publisher = PublisherInfo(*place, started_ms=self.started_ms, seats=self.seats)
         current = PolicyVersion(self.number, self.number) if self.number else None
         return coordination.publisher_hello(publisher, current, now)
 

@@ -261,7 +261,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         token = 1 + self.next_serial()
         fences = self.bosses[-1].coordination.fences if self.bosses else {}
         self.inherited = dict(fences)
-        self.bosses.append(Boss(Coordination(TIMING, PARALLELISM, token=token, fences=fences)))
+        coordination = Coordination(TIMING, PARALLELISM, token=token, fences=fences, uses_direct=True)
+        self.bosses.append(Boss(coordination))
         for peer in self.peers:
             peer.boss = peer.boss if peer.boss in self.bosses else None
 
@@ -299,6 +300,15 @@ class ProtocolMachine(RuleBasedStateMachine):
     def stop_or_thaw(self, data, is_stopped):
         peer = data.draw(st.sampled_from(self.peers))
         peer.is_stopped = is_stopped
+
+    @precondition(lambda self: self.peers)
+    @rule(data=st.data(), count=st.sampled_from([0, 1, 2, 2, 2]))
+    def change_seats(self, data, count):
+        """Processes that go directly come, go, or are other ones; a transfer of theirs may fail for it."""
+        peer = data.draw(st.sampled_from(self.peers))
+        if not peer.is_stopped:
+            self.tainted.add(peer.name)
+            peer.change_seats(count)
 
     @precondition(lambda self: self.peers)
     @rule(data=st.data(), is_newest=st.booleans())
