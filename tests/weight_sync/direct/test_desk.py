@@ -194,3 +194,11 @@ def test_the_steps_of_all_seats_are_told_together_and_those_of_the_round_before_
     room.carry()
     room.ask(0, round_id=7, num_steps=1)
     assert room.steps == [3, 5, 1]
+
+
+def test_the_late_end_of_an_earlier_round_ends_nothing():
+    room = Room(count=1)
+    room.ask(0)
+    room.carry()
+    room.end(0, DIGEST, round_id=6)
+    assert not room.ends

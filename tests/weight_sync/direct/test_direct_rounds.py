@@ -167,3 +167,59 @@ def test_what_came_directly_is_no_base_of_differences():
     round_ = world.begin(1)
     world.end(round_, "a")
     assert world.member("a").base == 0 and world.coordination.current == PolicyVersion(1, 0)
+
+
+def test_the_same_members_are_in_another_group_when_they_get_the_version_staged():
+    world = DirectWorld({"a": 1, "b": 1})
+    direct = world.begin(1)
+    for name in ("a", "b"):
+        world.coordination.failed(name, direct.id, DIGEST, world.now)
+    world.coordination.sent(direct.id, 100, world.now)
+    staged = world.find(Lane.MAIN)
+    for name in ("a", "b"):
+        world.coordination.accepted(name, staged.id, world.now)
+    assert staged.membership and staged.membership != direct.membership
+    world.obey("a", "b")
+    assert world.orders("transfer")[-1].fields["sources"] == 0
+
+
+def test_who_is_served_alone_or_reads_the_folder_is_in_no_direct_round():
+    world = DirectWorld({"a": 1, "b": 1, "c": 1})
+    world.member("a").part_from_others()
+    world.member("b").by_folder = True
+    assert set(world.begin(1).parts) == {"c"}
+
+
+def test_one_version_that_arrives_directly_makes_good_the_failures_before_it():
+    world = DirectWorld({"a": 1})
+    lanes = []
+    for number in range(1, 6):
+        world.publish(number)
+        (lane,) = world.lanes()
+        lanes.append(lane)
+        if lane is Lane.DIRECT and number != 2:
+            round_ = world.find(Lane.DIRECT)
+            world.coordination.failed("a", round_.id, TRANSPORT, world.now)
+            world.hear_publisher(round_.id)
+        world.obey("a")
+    assert lanes == [Lane.DIRECT, Lane.DIRECT, Lane.DIRECT, Lane.DIRECT, Lane.MAIN]
+
+
+def test_an_engine_that_comes_during_a_direct_round_waits_for_the_next_one():
+    world = DirectWorld({"a": 1, "b": 0})
+    world.coordination.pin("b", world.now)
+    first = world.begin(1)
+    world.coordination.seats_changed("b", 1, world.now)
+    world.coordination.unpin("b", world.now)
+    assert [round_.lane for round_ in world.coordination.rounds] == [Lane.DIRECT]
+    world.end(first, "a")
+    assert list(world.find(Lane.DIRECT).parts) == ["b"]
+
+
+def test_other_ranks_of_the_learner_make_another_group():
+    world = DirectWorld({"a": 1})
+    first = world.begin(1)
+    world.end(first, "a")
+    world.obey("a")
+    world.coordination.seats_changed(PUBLISHER, 4, world.now)
+    assert world.begin(2).membership != first.membership
