@@ -24,7 +24,7 @@ from weight_sync.backends.sealed import SealedStore
 LOOPBACK = "127.0.0.1"
 GRACE_S = 0.1
 """Its own timeout ends an operation; a wait that ended before it would leave the operation running."""
-_FAILURES = (RuntimeError, DistError, ValueError, OSError)
+FAILURES = (RuntimeError, DistError, ValueError, OSError)
 
 
 class GlooTransport:
@@ -43,9 +43,9 @@ class GlooTransport:
         try:
             store = connect_store(self._store, group.store_host, group.store_port, left)
             self._rendezvous = SealedStore(store, self._secret, f"membership/{group.membership}")
-            self._process_group = _connect(self._rendezvous, group, left)
-        except _FAILURES as error:
-            raise _explain(
+            self._process_group = connect_group(self._rendezvous, group, left)
+        except FAILURES as error:
+            raise explain(
                 error, self._clock.now(), until, f"membership {group.membership} did not form"
             ) from error
 
@@ -61,8 +61,8 @@ class GlooTransport:
         options.rootRank, options.rootTensor, options.timeout = 0, 0, left
         try:
             return _Broadcast(process_group, process_group.broadcast([bucket], options), self._clock, until)
-        except _FAILURES as error:
-            raise _explain(error, self._clock.now(), until, "a broadcast failed") from error
+        except FAILURES as error:
+            raise explain(error, self._clock.now(), until, "a broadcast failed") from error
         finally:
             del process_group  # an error's traceback would keep it
 
@@ -96,20 +96,22 @@ class _Broadcast:
         left_s = max(0.0, self._until - self._clock.now())
         try:
             self._work.wait(timedelta(seconds=left_s + GRACE_S))
-        except _FAILURES as error:
-            raise _explain(error, self._clock.now(), self._until, "a broadcast failed") from error
+        except FAILURES as error:
+            raise explain(error, self._clock.now(), self._until, "a broadcast failed") from error
         finally:
             self._process_group = self._work = None
 
 
-def _explain(error: Exception, now: float, until: float, what: str) -> SyncError | DeadlineExceeded:
+def explain(error: Exception, now: float, until: float, what: str) -> SyncError | DeadlineExceeded:
+    """Return the error of `what`, which failed at `now` and had time until `until`."""
     first_line = str(error).strip().split("\n")[0][:200]
     if now >= until - 0.05:
         return DeadlineExceeded(f"{what} in time: {first_line}")
     return SyncError(f"{what}: {first_line}")
 
 
-def _connect(store: Store, group: Group, timeout: timedelta) -> Any:
+def connect_group(store: Store, group: Group, timeout: timedelta) -> Any:
+    """Return a gloo group of the members that meet in `store`."""
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout

@@ -1,0 +1,145 @@
+"""Members of direct transfers: learner ranks that hold parts of a checkpoint, and scripted sinks of its regions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from random import Random
+
+import torch
+from msgspec.structs import replace
+
+from asyncrl.core.files.private import make_secret
+from asyncrl.core.runtime.threads import ThreadRuntime
+from tests.weight_sync.rectangles.learner_ranks import Layout, parts_of
+from tests.weight_sync.rectangles.models import Model
+from weight_sync.backends.rendezvous import open_store
+from weight_sync.direct.carrier import Carrier
+from weight_sync.direct.orders import SeatOrder
+from weight_sync.direct.party import Party
+from weight_sync.direct.snapshot import Snapshots
+from weight_sync.memory.parts import Part
+from weight_sync.rectangles.packs import Pack, Parameters
+from weight_sync.rectangles.parcels import Region
+from weight_sync.rectangles.rectangle import Placement, Rectangle
+
+RUNTIME = ThreadRuntime()
+WAIT_S = 60.0
+MODEL = Model("qwen2")
+TP2_PP2 = Layout(tp=2, pp=2)
+MAX_BYTES = 4096
+"""Of a pack: a tiny model makes many."""
+Checkpoint = dict[str, torch.Tensor]
+
+
+def make_checkpoint(number: int) -> Checkpoint:
+    """Return the weights of a version, other ones for each."""
+    generator = torch.Generator().manual_seed(number)
+    return {spec.name: torch.rand(spec.shape, generator=generator).sub_(0.5) for spec in MODEL.specs()}
+
+
+def parts_at(number: int, rank: int, layout: Layout = TP2_PP2) -> list[Part]:
+    return list(parts_of(MODEL, make_checkpoint(number), layout, rank))
+
+
+def make_source(rank: int, numbers: Sequence[int] = (1,), dtype: str = "float32") -> Snapshots:
+    """Return a learner rank that has taken these versions."""
+    source = Snapshots(RUNTIME)
+    for number in numbers:
+        assert source.take(number, parts_at(number, rank), dict.fromkeys(make_checkpoint(number), dtype))
+    return source
+
+
+class ScriptedSink:
+    """Party that keeps each version's packs where it can look at them."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self.regions, self.dtypes = regions, {}
+        self.stages: dict[int, _Stage] = {}
+        self.kept: Collection[int] = ()
+
+    def open(self, number: int, packs: Sequence[Pack], until: float) -> _Stage:
+        self.stages[number] = _Stage(packs)
+        return self.stages[number]
+
+    def keep(self, numbers: Collection[int]) -> None:
+        self.kept = numbers
+
+    def has_all(self, number: int, dtype: torch.dtype = torch.float32) -> bool:
+        """Tell whether all that it wants of a version is here, and right to the bit."""
+        wanted = {name: full.to(dtype) for name, full in make_checkpoint(number).items()}
+        found = {name: torch.full_like(full, torch.nan) for name, full in wanted.items()}
+        whole = {name: Rectangle.whole(full.shape) for name, full in wanted.items()}
+        places = [Placement(name, r, name, r, tuple(range(len(r.long_axes)))) for name, r in whole.items()]
+        parameters = Parameters(places, found, dict.fromkeys(wanted, dtype))
+        for pack, data_B in zip(self.stages[number].packs, self.stages[number].data, strict=True):
+            parameters.write(pack, data_B)
+        return all(torch.equal(found[name][r.slices], wanted[name][r.slices]) for name, r in self.regions)
+
+
+class _Stage:
+    def __init__(self, packs: Sequence[Pack]) -> None:
+        self.packs = packs
+        self.data = [torch.zeros(pack.num_bytes, dtype=torch.uint8) for pack in packs]
+        self.is_whole: bool | None = None
+
+    def pack(self, index: int) -> torch.Tensor:
+        return self.data[index]
+
+    def close(self, is_whole: bool) -> None:
+        self.is_whole = is_whole
+
+
+def random_regions(seed: int) -> list[Region]:
+    """Return rectangles of some tensors, which may overlap, and all of others."""
+    random, regions = Random(seed), []
+    for name, full in make_checkpoint(1).items():
+        for _ in range(random.choice((0, 1, 1, 2))):
+            edges = [sorted(random.sample(range(size + 1), 2)) for size in full.shape]
+            is_whole = random.random() < 0.5
+            some = Rectangle(tuple(first for first, _ in edges), tuple(last for _, last in edges))
+            regions.append((name, Rectangle.whole(full.shape) if is_whole else some))
+    return regions
+
+
+class Members:
+    """One membership, each member in a thread named after its rank."""
+
+    def __init__(self, parties: Sequence[Party], num_sources: int, *, is_tagged: bool = False) -> None:
+        self.store = open_store("127.0.0.1", 0, timedelta(seconds=WAIT_S))
+        self._world = len(parties)
+        self.order = SeatOrder(
+            round=1,
+            number=1,
+            membership=1,
+            world=self._world,
+            num_sources=num_sources,
+            store_host="127.0.0.1",
+            store_port=self.store.port,
+            secret=make_secret(),
+            deadline_s=WAIT_S,
+            is_tagged=is_tagged,
+        )
+        self.carriers = [Carrier(RUNTIME, party, self.order.secret, MAX_BYTES) for party in parties]
+        self._pool = ThreadPoolExecutor(self._world)
+
+    def run(self, number: int, deadline_s: float = WAIT_S) -> list[BaseException | None]:
+        """Carry out a transfer; return how it ended for each member."""
+        return [future.exception(2 * WAIT_S) for future in self.start(number, deadline_s)]
+
+    def start(self, number: int, deadline_s: float = WAIT_S) -> list[Future[int]]:
+        until = RUNTIME.now() + deadline_s
+        order = replace(self.order, round=self.order.round + number, number=number)
+        return [self._pool.submit(self._work, order, rank, until) for rank in range(self._world)]
+
+    def _work(self, order: SeatOrder, rank: int, until: float) -> int:
+        threading.current_thread().name = f"member-{rank}"
+        return self.carriers[rank].run(replace(order, rank=rank), until)
+
+    def close(self) -> None:
+        for carrier in self.carriers:
+            carrier.abort()
+            carrier.close()
+        self._pool.shutdown()

@@ -1,0 +1,286 @@
+"""Carrier of direct transfers: packs from the sources to the sinks of one membership.
+
+The members tell one another their regions once; plan and group then serve every transfer of the membership.
+A pack goes from its source along a chain of its sinks, each of which verifies it and then sends it on.
+A transfer
+  consumes: an order, packs of the member before   waits for: a source's version; arrivals and departures of
+                                                   packs, until the order's deadline
+  unblocked by: the other members, an abort, the deadline   produces: packs for the member after, counts
+All members go through their packs in one global order. Invariant: no member waits for an operation while
+one of a lower pack is unstarted. So nothing can wait in a circle: of the lowest pack that is not
+everywhere, the first hop not done has a sender that has the pack and no lower one to wait for, and a
+receiver whose window is open at it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+import torch
+import xxhash
+
+from asyncrl.core.errors import SyncError
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.runtime.interface import Runtime
+from weight_sync.backends.contract import DigestMismatch, Group
+from weight_sync.backends.gloo import FAILURES, explain
+from weight_sync.backends.sealed import SealedStore
+from weight_sync.backends.tags import TAG_BYTES, Tags
+from weight_sync.direct.group import GlooGroup, Sent
+from weight_sync.direct.orders import SeatOrder
+from weight_sync.direct.party import UNDER_WAY, PackStore, Party
+from weight_sync.memory.manifest import ITEM_BYTES
+from weight_sync.rectangles.packs import Pack, make_packs
+from weight_sync.rectangles.parcels import PARCEL_BYTES, NobodyHolds, Region, plan_parcels
+from weight_sync.rectangles.rectangle import Rectangle
+
+DIGEST_BYTES = 16
+ROUND_SHIFT = 32
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """Regions of one member as they travel: name, start, stop; and dtypes."""
+
+    regions: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+    dtypes: dict[str, str]
+
+    def read(self) -> list[Region]:
+        return [(name, Rectangle(start, stop)) for name, start, stop in self.regions]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A pack at one member.
+
+    Attributes:
+        index: In the order of all packs.
+        source: Rank that it comes from; None at its source.
+        target: Rank that it goes to; None at the end of the chain.
+    """
+
+    index: int
+    pack: Pack
+    source: int | None
+    target: int | None
+
+
+def make_steps(packs: Iterable[Pack], num_sources: int, rank: int) -> list[Step]:
+    """Return the steps of a member: sources take turns, and so do the sinks at the head of a chain."""
+    num_before: Counter[int] = Counter()
+    turns: list[tuple[int, int, Pack]] = []
+    for pack in packs:
+        turns.append((num_before[pack.source], pack.source, pack))
+        num_before[pack.source] += 1
+    steps = []
+    for index, (_, _, pack) in enumerate(sorted(turns, key=lambda turn: turn[:2])):
+        first = index % len(pack.sinks)
+        chain = [pack.source, *(num_sources + sink for sink in pack.sinks[first:] + pack.sinks[:first])]
+        if rank in chain:
+            at = chain.index(rank)
+            source, target = chain[at - 1] if at else None, chain[at + 1] if at + 1 < len(chain) else None
+            steps.append(Step(index, pack, source, target))
+    return steps
+
+
+class Carrier:
+    """One membership as a member carries it out, a transfer at a time; any thread may abort it.
+
+    After any error but DigestMismatch it is only good for `close`.
+
+    Attributes:
+        num_steps: Packs that the transfer is done with here.
+    """
+
+    def __init__(self, runtime: Runtime, party: Party, secret: str, max_bytes: int = PARCEL_BYTES) -> None:
+        self._clock, self._party, self._max_bytes = runtime, party, max_bytes
+        self._group = GlooGroup(runtime, secret)
+        self._steps: list[Step] | None = None
+        self.num_steps = 0
+
+    def run(self, order: SeatOrder, until: float) -> int:
+        """Carry out a transfer; return the bytes of this member's packs.
+
+        Raises:
+            DigestMismatch: A pack came damaged; all others have been sent on, and arrived.
+            Superseded: See `Party.open`.
+            DeadlineExceeded, SyncError: The transfer failed, for the members connected to this one too.
+        """
+        self.num_steps = 0
+        try:
+            steps = self._steps = self._steps or self._meet(order, until)
+            packs = [step.pack for step in steps]
+            store, num_wrong = self._party.open(order.number, packs, until), -1
+            carry = self._send if order.rank < order.num_sources else self._receive
+            try:
+                num_wrong = carry(order, steps, store, until)
+            finally:
+                store.close(is_whole=num_wrong == 0)
+        except BaseException:
+            self.abort()
+            self.close()
+            raise
+        if num_wrong:
+            raise DigestMismatch(f"{num_wrong} of {len(packs)} packs came damaged")
+        return sum(pack.num_bytes for pack in packs)
+
+    def abort(self) -> None:
+        """Give up the transfer that goes on, here and at the members connected to this one."""
+        self._group.abort()
+
+    def close(self) -> None:
+        """Free the group."""
+        self._group.close()
+
+    def _meet(self, order: SeatOrder, until: float) -> list[Step]:
+        """Form the group, exchange regions, and return this member's steps of every transfer."""
+        group = Group(order.membership, order.rank, order.world, order.store_host, order.store_port)
+        store = self._group.form(group, until)
+        try:
+            left = timedelta(seconds=max(0.001, until - self._clock.now()))
+            told = _exchange(store, _tell(self._party), group, left)
+        except FAILURES as error:
+            raise explain(error, self._clock.now(), until, "the members told no regions") from error
+        packs = _plan(told, order.num_sources, self._max_bytes)
+        return make_steps(packs, order.num_sources, order.rank)
+
+    def _send(self, order: SeatOrder, steps: Sequence[Step], store: PackStore, until: float) -> int:
+        """Send every pack; none of them is damaged here."""
+        seals = _Seals(order)
+        with _UnderWay(self._group, until) as leaving:
+            for place, step in enumerate(steps):
+                if len(leaving) == UNDER_WAY:
+                    self._end_first(leaving)
+                data_B = store.pack(place)
+                trailer_B = seals.make(step.index, data_B)
+                fault_point("direct.source.pack", order.number, step.index)
+                leaving.send(step, data_B, trailer_B)
+            while len(leaving):
+                self._end_first(leaving)
+        return 0
+
+    def _end_first(self, leaving: _UnderWay) -> None:
+        leaving.end_first()
+        self.num_steps += 1
+
+    def _receive(self, order: SeatOrder, steps: Sequence[Step], store: PackStore, until: float) -> int:
+        """Receive every pack, and send it on; return how many came damaged."""
+        seals, num_wrong, ahead = _Seals(order), 0, enumerate(steps)
+        with _UnderWay(self._group, until) as coming, _UnderWay(self._group, until) as leaving:
+            for _ in steps:
+                for place, step in itertools.islice(ahead, UNDER_WAY - len(coming)):
+                    coming.receive(step, store.pack(place), seals.empty())
+                step, data_B, trailer_B = coming.end_first()
+                fault_point("direct.sink.pack", order.number, step.index)
+                num_wrong += not seals.fits(step.index, data_B, trailer_B)
+                if step.target is not None:
+                    if len(leaving) == UNDER_WAY:
+                        leaving.end_first()
+                    leaving.send(step, data_B, trailer_B)
+                self.num_steps += 1
+            while len(leaving):
+                leaving.end_first()
+        return num_wrong
+
+
+class _UnderWay:
+    """Packs and their trailers that travel, in order. At the end none of their bytes is referred to."""
+
+    def __init__(self, group: GlooGroup, until: float) -> None:
+        self._group, self._until = group, until
+        self._started: deque[tuple[Step, Sent, Sent]] = deque()
+
+    def __enter__(self) -> _UnderWay:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._group.abort()  # before the stage is freed, into which packs are still being received
+        self._started.clear()
+
+    def __len__(self) -> int:
+        return len(self._started)
+
+    def send(self, step: Step, data_B: torch.Tensor, trailer_B: torch.Tensor) -> None:
+        assert step.target is not None, "the end of a chain"
+        to, tag = step.target, 2 * step.index
+        data = self._group.send(data_B, to, tag, self._until)
+        self._started.append((step, data, self._group.send(trailer_B, to, tag + 1, self._until)))
+
+    def receive(self, step: Step, data_B: torch.Tensor, trailer_B: torch.Tensor) -> None:
+        assert step.source is not None, "the start of a chain"
+        source, tag = step.source, 2 * step.index
+        data = self._group.receive(data_B, source, tag, self._until)
+        self._started.append((step, data, self._group.receive(trailer_B, source, tag + 1, self._until)))
+
+    def end_first(self) -> tuple[Step, torch.Tensor, torch.Tensor]:
+        """Wait for the pack that was started first; return it, its bytes and its trailer."""
+        step, data, trailer = self._started[0]
+        data.wait()
+        trailer.wait()
+        self._started.popleft()
+        return step, data.data_B, trailer.data_B
+
+
+class _Seals:
+    """Trailers of packs: digests, or tags where others may change bytes; of one round and place alone."""
+
+    def __init__(self, order: SeatOrder) -> None:
+        self._round = order.round
+        self._tags = Tags(order.secret, order.membership) if order.is_tagged else None
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(TAG_BYTES if self._tags else DIGEST_BYTES, dtype=torch.uint8)
+
+    def make(self, index: int, data_B: torch.Tensor) -> torch.Tensor:
+        place = self._round << ROUND_SHIFT | index
+        if self._tags is not None:
+            return self._tags.make(place, data_B)
+        digest = xxhash.xxh3_128(data_B.numpy().data, seed=place).digest()
+        return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+    def fits(self, index: int, data_B: torch.Tensor, trailer_B: torch.Tensor) -> bool:
+        if self._tags is None:
+            return torch.equal(self.make(index, data_B), trailer_B)
+        try:
+            self._tags.check(self._round << ROUND_SHIFT | index, data_B, trailer_B)
+        except SyncError:
+            return False
+        return True
+
+
+def _tell(party: Party) -> bytes:
+    regions = [(tensor, rectangle.start, rectangle.stop) for tensor, rectangle in party.regions]
+    return msgspec.msgpack.encode(_Told(regions, dict(party.dtypes)))
+
+
+def _exchange(store: SealedStore, mine: bytes, group: Group, timeout: timedelta) -> list[_Told]:
+    """Return what each member has told; equal words are fetched once. The last to read removes them."""
+    digest = xxhash.xxh3_128_hexdigest(mine)
+    store.set(f"regions/{digest}", mine)
+    store.set(f"told/{group.rank}", digest)
+    names = [f"told/{rank}" for rank in range(group.world)]
+    store.wait(names, timeout)
+    digests = [found.decode() for found in store.get_all(names)]
+    places = {digest: f"regions/{digest}" for digest in digests}
+    told = {digest: msgspec.msgpack.decode(store.get(key), type=_Told) for digest, key in places.items()}
+    if store.add("read", 1) == group.world:
+        for key in (*names, *places.values()):
+            store.delete(key)
+    return [told[digest] for digest in digests]
+
+
+def _plan(told: Sequence[_Told], num_sources: int, max_bytes: int) -> list[Pack]:
+    dtypes = {tensor: dtype for one in told[:num_sources] for tensor, dtype in one.dtypes.items()}
+    regions = {id(one): one.read() for one in told}
+    parties = [regions[id(one)] for one in told]
+    held, wanted = parties[:num_sources], parties[num_sources:]
+    unknown = {tensor for some in wanted for tensor, _ in some if dtypes.get(tensor) not in ITEM_BYTES}
+    if unknown:
+        raise NobodyHolds(f"{len(unknown)} tensors are held by no learner rank: {sorted(unknown)[:3]}")
+    item_bytes = {tensor: ITEM_BYTES[dtype] for tensor, dtype in dtypes.items() if dtype in ITEM_BYTES}
+    return make_packs(plan_parcels(held, wanted, item_bytes, max_bytes=max_bytes), max_bytes)

@@ -1,0 +1,62 @@
+"""Owners of bytes in direct transfers: a learner rank's snapshots, or an engine worker's stages.
+
+`Party` is all that the carrier of transfers knows of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from asyncrl.core.errors import SyncError
+from weight_sync.rectangles.packs import Pack
+from weight_sync.rectangles.parcels import Region
+
+UNDER_WAY = 4
+"""Packs of one member that travel at once, in either direction."""
+
+
+class Superseded(SyncError):
+    """A source no longer has the version that it was to send, or never had it."""
+
+
+class PackStore(Protocol):
+    """Bytes of one version's packs, in the order that `Party.open` was given."""
+
+    def pack(self, index: int) -> torch.Tensor:
+        """Return the bytes of a pack: uint8, in host memory. Called once for each, in order.
+
+        A source fills them, and they hold until `pack(index + UNDER_WAY)`; a sink's are filled later and hold
+        until `close`.
+        """
+
+    def close(self, is_whole: bool) -> None:
+        """End the transfer. A source releases its snapshot; a sink keeps its stage if `is_whole`."""
+
+
+class Party(Protocol):
+    """Owner of weights, or of room for them, in one process; any thread may call it.
+
+    Attributes:
+        regions: Rectangles that a source holds, or that a sink wants.
+        dtypes: Published dtype by tensor; a sink's may be empty.
+    """
+
+    @property
+    def regions(self) -> Sequence[Region]: ...
+
+    @property
+    def dtypes(self) -> Mapping[str, str]: ...
+
+    def open(self, number: int, packs: Sequence[Pack], until: float) -> PackStore:
+        """Begin the transfer of a version; a source waits for it, a sink makes room.
+
+        Raises:
+            Superseded: A source will not have this version.
+            SyncError: There is no room, or the version did not come until `until`.
+        """
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Name the versions that the engine may still load; a sink frees all others when it needs room."""

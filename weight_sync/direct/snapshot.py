@@ -1,0 +1,130 @@
+"""Snapshots of a learner rank's weights, from which direct transfers send while training goes on.
+
+Owns at most two copies of the rank's own parts, in their published dtypes and on their device; the second
+one comes about when a version is published while the one before is sent. Invariant: a snapshot that is being
+sent is never overwritten; a version for which there was no room has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.core.runtime.interface import Runtime
+from weight_sync.direct.party import UNDER_WAY, Superseded
+from weight_sync.memory.parts import Part
+from weight_sync.rectangles.holdings import place_parts
+from weight_sync.rectangles.packs import Pack, Parameters
+from weight_sync.rectangles.parcels import Region
+
+MAX_SLOTS = 2
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A copy of the parts; `number` is 0 while it is written."""
+
+    number: int = 0
+    num_readers: int = 0
+    holders: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: Parameters = field(default_factory=lambda: Parameters((), {}, {}))
+
+
+class Snapshots:
+    """A source's side of `Party`. One thread takes snapshots, others send them."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._lock, self._news = runtime.lock(), runtime.event()
+        self._slots: list[_Slot] = []
+        self._newest = 0
+        self.regions: Sequence[Region] = ()
+        self.dtypes: Mapping[str, str] = {}
+
+    @torch.no_grad()
+    def take(self, number: int, parts: Sequence[Part], dtypes: Mapping[str, str]) -> bool:
+        """Copy `parts` as version `number`; return False if both copies are being sent.
+
+        Args:
+            dtypes: Published dtype by tensor.
+
+        Raises:
+            SyncError: As `place_parts`.
+        """
+        placements, held = place_parts(parts)
+        slot = self._find_room()
+        if slot is not None:
+            of = {place.holder: getattr(torch, dtypes[place.tensor]) for place in placements}
+            self.dtypes = {place.tensor: dtypes[place.tensor] for place in placements}
+            self.regions = [(place.tensor, place.rectangle) for place in placements]
+            if slot.holders.keys() != held.keys():
+                slot.holders = {name: torch.empty_like(held[name], dtype=of[name]) for name in held}
+                published = {place.tensor: of[place.holder] for place in placements}
+                slot.parameters = Parameters(placements, slot.holders, published)
+            for name, values in held.items():
+                slot.holders[name].copy_(values)
+        with self._lock:
+            self._newest = number
+            if slot is not None:
+                slot.number = number
+            news, self._news = self._news, self._runtime.event()
+        news.set()
+        return slot is not None
+
+    def open(self, number: int, packs: Sequence[Pack], until: float) -> _Reading:
+        """See `Party.open`."""
+        while True:
+            with self._lock:
+                news, slot = self._news, next((one for one in self._slots if one.number == number), None)
+                if slot is not None:
+                    slot.num_readers += 1
+                    return _Reading(self, slot, packs)
+                if self._newest >= number:
+                    raise Superseded(f"version {number} was not kept, the newest is {self._newest}")
+            if not news.wait(max(0.0, until - self._runtime.now())):
+                raise DeadlineExceeded(f"version {number} was not taken in time")
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Do nothing: engines load none of these copies."""
+
+    def release(self, slot: _Slot) -> None:
+        """End a reading of a copy."""
+        with self._lock:
+            slot.num_readers -= 1
+
+    def _find_room(self) -> _Slot | None:
+        with self._lock:
+            slot = min((one for one in self._slots if not one.num_readers), key=_number, default=None)
+            if slot is None and len(self._slots) < MAX_SLOTS:
+                slot = _Slot()
+                self._slots.append(slot)
+            if slot is not None:
+                slot.number = 0
+            return slot
+
+
+def _number(slot: _Slot) -> int:
+    return slot.number
+
+
+class _Reading:
+    """A source's side of `PackStore`."""
+
+    def __init__(self, owner: Snapshots, slot: _Slot, packs: Sequence[Pack]) -> None:
+        self._owner, self._slot, self._packs = owner, slot, packs
+        num_bytes = max((pack.num_bytes for pack in packs), default=0)
+        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8) for _ in packs[:UNDER_WAY]]
+
+    def pack(self, index: int) -> torch.Tensor:
+        """Read a pack's parcels out of the snapshot."""
+        pack = self._packs[index]
+        data_B = self._buffers[index % UNDER_WAY][: pack.num_bytes]
+        self._slot.parameters.read(pack, data_B)
+        return data_B
+
+    def close(self, is_whole: bool) -> None:
+        """Release the snapshot."""
+        self._owner.release(self._slot)
