@@ -1,4 +1,4 @@
-"""Members of direct transfers: learner ranks that hold parts of a checkpoint, and scripted sinks of its regions."""
+"""Members of direct transfers: learner ranks with parts of a checkpoint, and sinks of its regions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from asyncrl.core.files.private import make_secret
 from asyncrl.core.runtime.threads import ThreadRuntime
-from tests.weight_sync.rectangles.learner_ranks import Layout, parts_of
 from tests.weight_sync.rectangles.models import Model
 from weight_sync.backends.rendezvous import open_store
 from weight_sync.direct.carrier import Carrier
@@ -28,7 +27,6 @@ from weight_sync.rectangles.rectangle import Placement, Rectangle
 RUNTIME = ThreadRuntime()
 WAIT_S = 60.0
 MODEL = Model("qwen2")
-TP2_PP2 = Layout(tp=2, pp=2)
 MAX_BYTES = 4096
 """Of a pack: a tiny model makes many."""
 Checkpoint = dict[str, torch.Tensor]
@@ -40,15 +38,21 @@ def make_checkpoint(number: int) -> Checkpoint:
     return {spec.name: torch.rand(spec.shape, generator=generator).sub_(0.5) for spec in MODEL.specs()}
 
 
-def parts_at(number: int, rank: int, layout: Layout = TP2_PP2) -> list[Part]:
-    return list(parts_of(MODEL, make_checkpoint(number), layout, rank))
+def parts_at(number: int, rank: int) -> list[Part]:
+    """Return what a rank of Megatron's with TP2 and PP2 holds, copies that others hold included."""
+    from tests.weight_sync.rectangles.learner_ranks import Layout, parts_of  # Megatron: processes need it not
+
+    return list(parts_of(MODEL, make_checkpoint(number), Layout(tp=2, pp=2), rank))
 
 
-def make_source(rank: int, numbers: Sequence[int] = (1,), dtype: str = "float32") -> Snapshots:
-    """Return a learner rank that has taken these versions."""
+def take(source: Snapshots, number: int, rank: int, dtype: str = "float32") -> bool:
+    return source.take(number, parts_at(number, rank), dict.fromkeys(make_checkpoint(number), dtype))
+
+
+def make_source(rank: int, dtype: str = "float32") -> Snapshots:
+    """Return a learner rank that has taken version 1."""
     source = Snapshots(RUNTIME)
-    for number in numbers:
-        assert source.take(number, parts_at(number, rank), dict.fromkeys(make_checkpoint(number), dtype))
+    assert take(source, 1, rank, dtype)
     return source
 
 
@@ -104,24 +108,29 @@ def random_regions(seed: int) -> list[Region]:
     return regions
 
 
+def make_order(port: int, num_sources: int, world: int, deadline_s: float = WAIT_S) -> SeatOrder:
+    """Return the first order of a membership, for rank 0."""
+    return SeatOrder(
+        round=1,
+        number=1,
+        membership=1,
+        world=world,
+        num_sources=num_sources,
+        store_host="127.0.0.1",
+        store_port=port,
+        secret=make_secret(),
+        deadline_s=deadline_s,
+    )
+
+
 class Members:
     """One membership, each member in a thread named after its rank."""
 
     def __init__(self, parties: Sequence[Party], num_sources: int, *, is_tagged: bool = False) -> None:
         self.store = open_store("127.0.0.1", 0, timedelta(seconds=WAIT_S))
         self._world = len(parties)
-        self.order = SeatOrder(
-            round=1,
-            number=1,
-            membership=1,
-            world=self._world,
-            num_sources=num_sources,
-            store_host="127.0.0.1",
-            store_port=self.store.port,
-            secret=make_secret(),
-            deadline_s=WAIT_S,
-            is_tagged=is_tagged,
-        )
+        order = make_order(self.store.port, num_sources, self._world)
+        self.order = replace(order, is_tagged=is_tagged)
         self.carriers = [Carrier(RUNTIME, party, self.order.secret, MAX_BYTES) for party in parties]
         self._pool = ThreadPoolExecutor(self._world)
 
