@@ -26,6 +26,8 @@ from learner.record.batch_store import FOLDER, BatchStore
 from learner.record.recorder import Recorder
 from learner.record.settings import settings_of
 from learner.service import LearnerService
+from weight_sync.direct.seat import DeskAddress
+from weight_sync.direct.source import DirectSource
 from weight_sync.publisher_client import PublisherClient
 
 log = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
     folders = NodeFolders(ranks)
     if config.launcher.is_cluster:
         folders = NodeFolders.find(ranks, store.root, needs_one="run.record" if config.run.record else "")
+    desk = DeskAddress(context.addresses["publisher.0"], context.client_keys)
     leader = None
     if context.rank == 0:
         leader = Leader(config, client, connect, store, context.world_size, context.runtime)
@@ -92,6 +95,7 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
         runtime=context.runtime,
         recorder=open_recorder(config, context.run_dir, share, models.policy) if config.run.record else None,
         folders=folders,
+        direct=DirectSource(context.runtime, desk, ranks) if config.weight_sync.is_direct else None,
     )
 
 

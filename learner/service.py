@@ -52,6 +52,7 @@ from learner.report import (
     make_efficiency,
 )
 from learner.trainer import CRITIC, Trained, Trainer
+from weight_sync.direct.source import DirectSource
 from weight_sync.memory.sharded_publish import TogetherWriter
 from weight_sync.publisher_client import publish_sharded
 
@@ -74,6 +75,7 @@ class LearnerService:
         runtime: Runtime | None = None,
         recorder: Recorder | None = None,
         folders: NodeFolders | None = None,
+        direct: DirectSource | None = None,
     ) -> None:
         self._config = config
         self._ranks = ranks
@@ -84,6 +86,7 @@ class LearnerService:
         self._weights_dir = weights_dir
         self._leader = leader
         self._together = TogetherWriter(ranks)
+        self._direct = direct
         self._runtime = runtime or ThreadRuntime()
         self._folders = folders or NodeFolders(ranks)
         self._writer = BackgroundWriter(ranks.rank, runtime=self._runtime, folders=self._folders)
@@ -105,10 +108,14 @@ class LearnerService:
     def run(self, stop: Event) -> None:
         """Perform orders until the leader finishes."""
         try:
+            if self._direct is not None:
+                self._direct.start()
             for order in self._orders(stop):
                 self._perform(order)
             self._window.close()
         finally:
+            if self._direct is not None:
+                self._direct.close()
             if self._recorder is not None:
                 self._recorder.close()
         self._models.close()
@@ -280,6 +287,9 @@ class LearnerService:
         with self._watch.time("update_weights"):
             publisher_client = self._leader.publishing.client if self._leader is not None else None
             version = PolicyVersion(order.number, order.step)
+            if self._direct is not None:
+                layout = publisher_client.layout if publisher_client is not None else None
+                self._direct.take(order.number, order.path, layout, self._policy)
             publish_sharded(publisher_client, self._together, order.path, version, self._policy, probe)
         if (
             self._recorder is not None

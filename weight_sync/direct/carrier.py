@@ -33,7 +33,7 @@ from weight_sync.backends.sealed import SealedStore
 from weight_sync.backends.tags import TAG_BYTES, Tags
 from weight_sync.direct.group import GlooGroup, Sent
 from weight_sync.direct.orders import SeatOrder
-from weight_sync.direct.party import UNDER_WAY, PackStore, Party
+from weight_sync.direct.party import UNDER_WAY, PackStore, Party, Superseded
 from weight_sync.memory.manifest import ITEM_BYTES
 from weight_sync.rectangles.packs import Pack, make_packs
 from weight_sync.rectangles.parcels import PARCEL_BYTES, NobodyHolds, Region, plan_parcels
@@ -107,7 +107,7 @@ class Carrier:
 
         Raises:
             DigestMismatch: A pack came damaged; all others have been sent on, and arrived.
-            Superseded: See `Party.open`.
+            Superseded: See `Party.open`. The others wait until an `abort`, so that this is told first.
             DeadlineExceeded, SyncError: The transfer failed, for the members connected to this one too.
         """
         self.num_steps = 0
@@ -120,6 +120,8 @@ class Carrier:
                 num_wrong = carry(order, steps, store, until)
             finally:
                 store.close(is_whole=num_wrong == 0)
+        except Superseded:
+            raise
         except BaseException:
             self.abort()
             self.close()

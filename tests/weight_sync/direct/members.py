@@ -26,6 +26,7 @@ from weight_sync.rectangles.rectangle import Placement, Rectangle
 
 RUNTIME = ThreadRuntime()
 WAIT_S = 60.0
+TIMEOUT = timedelta(seconds=WAIT_S)
 MODEL = Model("qwen2")
 MAX_BYTES = 4096
 """Of a pack: a tiny model makes many."""
@@ -88,12 +89,14 @@ class _Stage:
         self.packs = packs
         self.data = [torch.zeros(pack.num_bytes, dtype=torch.uint8) for pack in packs]
         self.is_whole: bool | None = None
+        self.has_closed = threading.Event()
 
     def pack(self, index: int) -> torch.Tensor:
         return self.data[index]
 
     def close(self, is_whole: bool) -> None:
         self.is_whole = is_whole
+        self.has_closed.set()
 
 
 def random_regions(seed: int) -> list[Region]:
@@ -127,7 +130,7 @@ class Members:
     """One membership, each member in a thread named after its rank."""
 
     def __init__(self, parties: Sequence[Party], num_sources: int, *, is_tagged: bool = False) -> None:
-        self.store = open_store("127.0.0.1", 0, timedelta(seconds=WAIT_S))
+        self.store = open_store("127.0.0.1", 0, TIMEOUT)
         self._world = len(parties)
         order = make_order(self.store.port, num_sources, self._world)
         self.order = replace(order, is_tagged=is_tagged)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tests.weight_sync.cluster import processes
 from tests.weight_sync.direct.members import (
     MAX_BYTES,
     RUNTIME,
+    TIMEOUT,
     WAIT_S,
     ScriptedSink,
     make_checkpoint,
@@ -32,7 +32,6 @@ from weight_sync.direct.snapshot import Snapshots
 from weight_sync.memory.parts import Part, split_parts
 
 SOURCES, WORLD = 2, 4
-TIMEOUT = timedelta(seconds=WAIT_S)
 AT = [(1, "direct.source.pack@1.3"), (2, "direct.sink.pack@1.6")]
 """Members, and where they are struck: in the middle, while others wait for them."""
 

@@ -1,0 +1,124 @@
+"""Snapshots of a learner rank: whose bytes they have, which are kept, and what a version without one is told."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from asyncrl.core.errors import DeadlineExceeded
+from tests.weight_sync.direct.members import RUNTIME, WAIT_S
+from weight_sync.direct.party import UNDER_WAY, Superseded
+from weight_sync.direct.snapshot import Snapshots
+from weight_sync.memory.parts import Part
+from weight_sync.rectangles.packs import Pack
+from weight_sync.rectangles.parcels import Parcel
+from weight_sync.rectangles.rectangle import Rectangle
+
+ROWS = 2 * UNDER_WAY
+
+
+def take(snapshots: Snapshots, number: int, live_RC: torch.Tensor, dtype: str = "float32") -> bool:
+    live_RC.fill_(number)
+    return snapshots.take(
+        number, [Part("w", (ROWS, 4), 0, 0, live_RC)], {"w": dtype, "of another rank": "int8"}
+    )
+
+
+def packs(dtype: torch.dtype = torch.float32) -> list[Pack]:
+    size = 4 * dtype.itemsize
+    parcels = [Parcel("w", Rectangle((i, 0), (i + 1, 4)), size, 0, (0,)) for i in range(ROWS)]
+    return [Pack(0, (0,), (parcel,), (0,), size) for parcel in parcels]
+
+
+def until(seconds: float = WAIT_S) -> float:
+    return RUNTIME.now() + seconds
+
+
+@pytest.fixture
+def live_RC() -> torch.Tensor:
+    return torch.zeros(ROWS, 4)
+
+
+def test_a_snapshot_has_the_bytes_of_its_time_in_the_published_dtype(live_RC):
+    snapshots = Snapshots(RUNTIME)
+    assert take(snapshots, 1, live_RC, "bfloat16")
+    assert snapshots.regions == [("w", Rectangle((0, 0), (ROWS, 4)))]
+    assert snapshots.dtypes == {"w": "bfloat16"}
+    live_RC.fill_(9)
+    reading = snapshots.open(1, packs(torch.bfloat16), until())
+    for index in range(ROWS):
+        assert reading.pack(index).view(torch.bfloat16).tolist() == [1.0] * 4
+
+
+def test_packs_hold_until_as_many_more_were_read_as_may_be_under_way(live_RC):
+    snapshots = Snapshots(RUNTIME)
+    live_RC[:] = torch.arange(ROWS)[:, None]
+    assert snapshots.take(1, [Part("w", (ROWS, 4), 0, 0, live_RC)], {"w": "float32"})
+    reading = snapshots.open(1, packs(), until())
+    read = [reading.pack(index) for index in range(UNDER_WAY)]
+    for index in range(UNDER_WAY, ROWS):
+        assert float(read[0].view(torch.float32)[0]) == index - UNDER_WAY
+        read = [*read[1:], reading.pack(index)]
+
+
+def test_a_snapshot_that_is_being_sent_is_never_overwritten(live_RC):
+    snapshots = Snapshots(RUNTIME)
+    assert take(snapshots, 1, live_RC)
+    first = snapshots.open(1, packs(), until())
+    assert take(snapshots, 2, live_RC)
+    second = snapshots.open(2, packs(), until())
+    assert not take(snapshots, 3, live_RC), "both copies are being sent"
+    for number, reading in ((1, first), (2, second)):
+        assert reading.pack(0).view(torch.float32).tolist() == [number] * 4
+    with pytest.raises(Superseded, match="version 3 was not kept"):
+        snapshots.open(3, packs(), until())
+    first.close(is_whole=False)
+    assert take(snapshots, 4, live_RC)
+    assert second.pack(1).view(torch.float32).tolist() == [2] * 4
+    with pytest.raises(Superseded, match="version 1 was not kept, the newest is 4"):
+        snapshots.open(1, packs(), until())
+
+
+def test_a_snapshot_that_two_read_is_kept_until_both_have_ended(live_RC):
+    snapshots = Snapshots(RUNTIME)
+    assert take(snapshots, 1, live_RC)
+    readings = [snapshots.open(1, packs(), until()) for _ in range(2)]
+    readings[0].close(is_whole=True)
+    assert take(snapshots, 2, live_RC)
+    assert readings[1].pack(0).view(torch.float32).tolist() == [1] * 4
+
+
+def test_without_a_transfer_there_is_one_copy(live_RC):
+    snapshots = Snapshots(RUNTIME)
+    for number in (1, 2, 3):
+        assert take(snapshots, number, live_RC)
+    assert len(snapshots._slots) == 1
+    snapshots.open(3, packs(), until()).close(is_whole=True)
+    with pytest.raises(Superseded):
+        snapshots.open(2, packs(), until())
+
+
+def test_a_version_that_is_yet_to_be_taken_is_waited_for(live_RC):
+    snapshots, found = Snapshots(RUNTIME), []
+    thread = threading.Thread(target=lambda: found.append(snapshots.open(2, packs(), until())))
+    thread.start()
+    assert take(snapshots, 1, live_RC)
+    assert take(snapshots, 2, live_RC)
+    thread.join(WAIT_S)
+    assert found[0].pack(0).view(torch.float32).tolist() == [2] * 4
+
+
+def test_a_version_that_does_not_come_is_waited_for_until_the_deadline(live_RC):
+    snapshots = Snapshots(RUNTIME)
+    assert take(snapshots, 1, live_RC)
+    with pytest.raises(DeadlineExceeded, match="version 2 was not taken in time"):
+        snapshots.open(2, packs(), until(0.05))
+
+
+def test_parts_that_lie_elsewhere_are_copied_from_where_they_lie(live_RC):
+    snapshots, other_RC = Snapshots(RUNTIME), torch.zeros(ROWS, 4)
+    assert take(snapshots, 1, live_RC)
+    assert take(snapshots, 2, other_RC)
+    assert snapshots.open(2, packs(), until()).pack(0).view(torch.float32).tolist() == [2] * 4
