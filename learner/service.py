@@ -108,8 +108,6 @@ class LearnerService:
     def run(self, stop: Event) -> None:
         """Perform orders until the leader finishes."""
         try:
-            if self._direct is not None:
-                self._direct.start()
             for order in self._orders(stop):
                 self._perform(order)
             self._window.close()

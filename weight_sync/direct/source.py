@@ -13,19 +13,16 @@ from weight_sync.publisher_client import Exporter
 
 
 class DirectSource:
-    """See the module. `take` is collective."""
+    """See the module. It asks for orders from its first snapshot on."""
 
     def __init__(self, runtime: Runtime, desk: DeskAddress, collectives: Collectives) -> None:
         self._snapshots, self._collectives = Snapshots(runtime), collectives
         self._seat = Seat(runtime, desk, collectives.rank, collectives.world_size, self._snapshots)
         self._dtypes: dict[str, str] = {}
-
-    def start(self) -> None:
-        """Begin to carry out orders."""
-        self._seat.start()
+        self._has_started = False
 
     def take(self, number: int, path: str, layout: Layout | None, model: Exporter) -> None:
-        """Take a snapshot of the version that is to be published next; the first of a start has none.
+        """Take a snapshot of the version that is published next, but of the first of a start. Collective.
 
         Args:
             path: As in `publish_sharded`.
@@ -37,6 +34,9 @@ class DirectSource:
             self._dtypes = json.loads(shared)
         if self._dtypes:
             self._snapshots.take(number, model.named_parts(), self._dtypes)
+            if not self._has_started:
+                self._has_started = True
+                self._seat.start()
 
     def close(self) -> None:
         """Give up what is being sent."""
