@@ -24,9 +24,7 @@ def place_parts(parts: Iterable[Part]) -> tuple[list[Placement], dict[str, torch
         if rectangle.num_elements == 0 or (part.name, rectangle) in placements:
             continue
         holder = f"{part.name}[{part.row}:, {part.column}:]"
-        order = tuple(range(len(rectangle.long_axes)))
-        local = Rectangle.whole(rectangle.shape)
-        placements[part.name, rectangle] = Placement(part.name, rectangle, holder, local, order)
+        placements[part.name, rectangle] = Placement(part.name, rectangle, holder)
         holders[holder] = part.values_RC.reshape(rectangle.shape)
     return list(placements.values()), holders
 

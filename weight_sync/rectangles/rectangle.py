@@ -1,7 +1,6 @@
-"""Rectangles of checkpoint tensors and the places where they lie (pure; needs no torch).
+"""Rectangles of checkpoint tensors (pure; needs no torch).
 
-Owns the geometry that learner ranks and engine workers share. Both sides are lists of `Placement`; only
-(tensor, rectangle) ever travels, `local` stays on its side.
+Owns the geometry that learner ranks and engine workers share. Only (tensor, rectangle) ever travels.
 """
 
 from __future__ import annotations
@@ -31,11 +30,6 @@ class Rectangle:
         """Index of these elements in the tensor."""
         return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
 
-    @property
-    def long_axes(self) -> list[int]:
-        """Axes along which it has more than one element."""
-        return [axis for axis, size in enumerate(self.shape) if size > 1]
-
     def meet(self, other: Rectangle) -> Rectangle | None:
         """Return the elements that both have; None if there are none."""
         start = tuple(map(max, self.start, other.start))
@@ -58,25 +52,8 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`rectangle` of the checkpoint's `tensor` lies at `local` of a process' parameter `holder`.
-
-    Attributes:
-        order: The axes of `rectangle` longer than one, in the order in which those of `local` run; ascending
-            unless a loader transposes.
-    """
+    """`rectangle` of the checkpoint's `tensor` is the tensor `holder` of a process."""
 
     tensor: str
     rectangle: Rectangle
     holder: str
-    local: Rectangle
-    order: tuple[int, ...]
-
-    def find_local(self, part: Rectangle) -> Rectangle:
-        """Return where `part` of the rectangle lies in the holder."""
-        start, stop = list(self.local.start), list(self.local.stop)
-        axes, seen = self.rectangle.long_axes, part.within(self.rectangle)
-        for axis, source in zip(self.local.long_axes, self.order, strict=True):
-            first = start[axis]
-            start[axis] = first + seen.start[axes[source]]
-            stop[axis] = first + seen.stop[axes[source]]
-        return Rectangle(tuple(start), tuple(stop))

@@ -1,9 +1,8 @@
-"""Element-wise copies between two views, as pairs of rectangles (pure; needs no torch).
+"""Elements of a view, as rectangles of the tensor that it is of (pure; needs no torch).
 
-A view is sizes, strides and offset over a dense row-major tensor. Axes that both sides run through as one are
-joined, axes that run over the end of a dimension are split; then each axis walks along one dimension of
-either tensor, and what walks along them without steps is a rectangle. Invariant: the rectangles of one copy
-are disjoint on both sides and together are all that the copy reads and writes.
+A view is sizes, strides and offset over a dense row-major tensor. Axes that run on as one are joined, those
+that run over the end of a dimension are split; then each axis walks along one dimension, and what walks along
+them without steps is a rectangle. Invariant: the rectangles together are all elements of the view.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ UNBOUNDED = 1 << 62
 
 
 class NotARectangle(SyncError):
-    """A copy that rectangles cannot describe."""
+    """A view that rectangles cannot describe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,100 +31,84 @@ class View:
     offset: int
 
 
-class Pair(NamedTuple):
-    """A rectangle of the source that a copy brings to one of the target; `order` as in `Placement`."""
-
-    source: Rectangle
-    target: Rectangle
-    order: tuple[int, ...]
-
-
 class _Axis(NamedTuple):
     size: int
-    source_stride: int
-    target_stride: int
+    stride: int
 
 
 class _Walk(NamedTuple):
-    """A dimension that a stride walks along: how many strides fit, and whether it takes each element."""
+    """A dimension that a stride walks along: its length in elements, and whether it takes each one."""
 
     dimension: int
-    room: int
+    extent: int
     is_dense: bool
 
 
-def match(source: View, target: View) -> Iterator[Pair]:
-    """Yield the pairs of rectangles of an element-wise copy between two views of equal sizes.
+def find_rectangles(view: View, most: int) -> Iterator[Rectangle]:
+    """Yield the rectangles of a view that has elements.
 
     Raises:
-        NotARectangle: The sizes differ, an axis broadcasts, or a view is of no dense tensor.
+        NotARectangle: There are more than `most`, or parts of rows among them.
     """
-    if source.sizes != target.sizes:
-        raise NotARectangle(f"a copy of sizes {source.sizes} to {target.sizes}")
-    strides = zip(source.sizes, source.strides, target.strides, strict=True)
-    axes = [_Axis(*axis) for axis in strides if axis[0] != 1]
-    if all(axis.size for axis in axes):
-        yield from _cut(_split(_join(axes), source, target), source, target)
+    # An axis of stride 0 repeats elements; the order in which axes are read does not matter.
+    axes = [_Axis(*axis) for axis in zip(view.sizes, view.strides, strict=True) if axis[0] > 1 and axis[1]]
+    axes.sort(key=lambda axis: -axis.stride)
+    for count, rectangle in enumerate(_cut(_split(_join(axes), view.base), view.base, view.offset)):
+        if count == most:
+            raise NotARectangle(f"a view of more than {most} rectangles")
+        yield rectangle
 
 
 def _join(axes: Sequence[_Axis]) -> list[_Axis]:
-    """Make one axis of neighbours that both sides run through as one."""
+    """Make one axis of neighbours that run on as one."""
     joined: list[_Axis] = []
     for axis in axes:
-        before = joined[-1] if joined else None
-        runs_on = before is not None and before[1:] == (axis.size * axis[1], axis.size * axis[2])
-        if before is not None and runs_on:
-            joined[-1] = axis._replace(size=before.size * axis.size)
+        if joined and joined[-1].stride == axis.size * axis.stride:
+            joined[-1] = _Axis(joined[-1].size * axis.size, axis.stride)
         else:
             joined.append(axis)
     return joined
 
 
-def _split(axes: Sequence[_Axis], source: View, target: View) -> list[_Axis]:
-    """Cut axes that run over the end of a dimension of either side's tensor."""
+def _split(axes: Sequence[_Axis], base: tuple[int, ...]) -> list[_Axis]:
+    """Cut axes that run over the end of a dimension."""
     done: list[_Axis] = []
     todo = list(reversed(axes))
     while todo:
-        size, *strides = todo.pop()
-        rooms = (_walk(source, strides[0]).room, _walk(target, strides[1]).room)
-        room = next((room for room in rooms if size > room), None)
-        if room is None:
-            done.append(_Axis(size, *strides))
+        size, stride = todo.pop()
+        extent = _walk(base, stride).extent
+        if (size - 1) * stride < extent:
+            done.append(_Axis(size, stride))
             continue
-        if size % room:
-            raise NotARectangle(f"a run of {size} elements over rows of {room}")
-        todo.append(_Axis(room, *strides))
-        todo.append(_Axis(size // room, strides[0] * room, strides[1] * room))
+        room, rest = divmod(extent, stride)
+        if rest or room == 1 or size % room:
+            raise NotARectangle(f"a run of {size} strides of {stride} over rows of {extent}")
+        todo.append(_Axis(room, stride))
+        todo.append(_Axis(size // room, stride * room))
     return done
 
 
-def _cut(axes: list[_Axis], source: View, target: View) -> Iterator[Pair]:
-    """Yield one pair if each axis is dense and alone in its dimension on both sides, else one per step."""
-    walks = [(_walk(source, axis.source_stride), _walk(target, axis.target_stride)) for axis in axes]
+def _cut(axes: list[_Axis], base: tuple[int, ...], offset: int) -> Iterator[Rectangle]:
+    """Yield one rectangle if each axis is dense and alone in its dimension, else one per step."""
+    walks = [_walk(base, axis.stride) for axis in axes]
     stepped = _find_stepped(walks)
     if stepped is None:
-        sizes = [axis.size for axis in axes]
-        dimensions = [(a.dimension, b.dimension) for a, b in walks]
-        yield Pair(
-            _place(source, [a for a, _ in dimensions], sizes),
-            _place(target, [b for _, b in dimensions], sizes),
-            _order(dimensions),
+        yield _place(
+            base, offset, {walk.dimension: axis.size for walk, axis in zip(walks, axes, strict=True)}
         )
         return
     axis, rest = axes[stepped], axes[:stepped] + axes[stepped + 1 :]
     for step in range(axis.size):
-        yield from _cut(
-            rest, _move(source, step * axis.source_stride), _move(target, step * axis.target_stride)
-        )
+        yield from _cut(rest, base, offset + step * axis.stride)
 
 
-def _find_stepped(walks: Sequence[tuple[_Walk, _Walk]]) -> int | None:
+def _find_stepped(walks: Sequence[_Walk]) -> int | None:
     """Return the axis to take step by step: one that leaves elements out, or the outer one of a dimension."""
-    for index, (a, b) in enumerate(walks):
-        if not (a.is_dense and b.is_dense):
+    for index, walk in enumerate(walks):
+        if not walk.is_dense:
             return index
-    for index, (a, b) in enumerate(walks):
-        if any(a.dimension == c.dimension or b.dimension == d.dimension for c, d in walks[index + 1 :]):
+    for index, walk in enumerate(walks):
+        if any(walk.dimension == other.dimension for other in walks[index + 1 :]):
             return index
     return None
 
@@ -138,36 +121,20 @@ def _steps(shape: Sequence[int]) -> list[int]:
     return steps
 
 
-def _walk(view: View, stride: int) -> _Walk:
-    """Return how a stride walks through the view's tensor."""
-    if stride <= 0:
-        raise NotARectangle("a copy that broadcasts")
-    for dimension, step in enumerate(_steps(view.base)):
-        if view.base[dimension] != 1 and stride >= step and stride % step == 0:
-            room = max(1, view.base[dimension] * step // stride) if dimension else UNBOUNDED
-            return _Walk(dimension, room, stride == step)
-    raise NotARectangle(f"a stride of {stride} elements in a tensor of shape {view.base}")
+def _walk(base: tuple[int, ...], stride: int) -> _Walk:
+    """Return how a stride walks through the tensor."""
+    for dimension, step in enumerate(_steps(base)):
+        if base[dimension] != 1 and stride >= step and stride % step == 0:
+            return _Walk(dimension, base[dimension] * step if dimension else UNBOUNDED, stride == step)
+    raise NotARectangle(f"a stride of {stride} elements in a tensor of shape {base}")
 
 
-def _move(view: View, num_elements: int) -> View:
-    return View(view.base, view.sizes, view.strides, view.offset + num_elements)
-
-
-def _place(view: View, dimensions: Sequence[int], sizes: Sequence[int]) -> Rectangle:
-    start, offset = [], view.offset
-    for step in _steps(view.base):
+def _place(base: tuple[int, ...], offset: int, extents: dict[int, int]) -> Rectangle:
+    start = []
+    for step in _steps(base):
         start.append(offset // step)
         offset %= step
-    extent = [1] * len(view.base)
-    for dimension, size in zip(dimensions, sizes, strict=True):
-        extent[dimension] = size
-    stop = [first + count for first, count in zip(start, extent, strict=True)]
-    if any(last > size for last, size in zip(stop, view.base, strict=True)):
-        raise NotARectangle(f"a copy of {start} to {stop} of a tensor of shape {view.base}")
+    stop = [first + extents.get(dimension, 1) for dimension, first in enumerate(start)]
+    if any(last > size for last, size in zip(stop, base, strict=True)):
+        raise NotARectangle(f"a view of {start} to {stop} of a tensor of shape {base}")
     return Rectangle(tuple(start), tuple(stop))
-
-
-def _order(dimensions: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the source's axes in the target's order, numbered among those that are longer than one."""
-    by_source = sorted(source for source, _ in dimensions)
-    return tuple(by_source.index(source) for source, _ in sorted(dimensions, key=lambda pair: pair[1]))

@@ -101,7 +101,7 @@ class Model:
             shapes[f"{mlp}down_proj.weight"] = (self.hidden, width)
         return shapes
 
-    def checkpoint(self) -> dict[str, torch.Tensor]:
+    def checkpoint(self, seed: int = 7) -> dict[str, torch.Tensor]:
         """Return random tensors."""
-        generator = torch.Generator().manual_seed(7)
+        generator = torch.Generator().manual_seed(seed)
         return {spec.name: torch.randn(spec.shape, generator=generator).bfloat16() for spec in self.specs()}

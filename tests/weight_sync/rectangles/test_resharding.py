@@ -1,7 +1,7 @@
 """Weights from any layout of learner ranks to vLLM's workers of any layout, by parcels alone.
 
-The models are vLLM's own, before any weights are loaded; what its own loader makes of the whole checkpoint is
-the measure, to the bit.
+The models are vLLM's own. Each worker's loader is recorded with another checkpoint, and then reads tensors
+that are NaN but for what came in packs; what it makes of the whole checkpoint is the measure, to the bit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,10 +21,12 @@ from scipy.optimize import linprog
 
 from tests.weight_sync.rectangles.learner_ranks import Layout, parts_of
 from tests.weight_sync.rectangles.models import CLASSES, MOE, Model
+from weight_sync.direct.stage import Stages
+from weight_sync.memory.manifest import plan
 from weight_sync.rectangles.holdings import place_parts
 from weight_sync.rectangles.packs import Parameters, make_packs
 from weight_sync.rectangles.parcels import Parcel, Region, plan_parcels
-from weight_sync.rectangles.recorder import Recording, record
+from weight_sync.rectangles.recorder import ReadRecorder
 from weight_sync.rectangles.rectangle import Rectangle
 
 if TYPE_CHECKING:
@@ -57,11 +59,19 @@ def workers_of(model: Model, tp: int, pp: int, has_ep: bool) -> list[Worker]:
 
 
 @cache
-def recording_of(model: Model, tp: int, pp: int, has_ep: bool, number: int) -> Recording:
-    worker = workers_of(model, tp, pp, has_ep)[number]
-    built = worker.build("meta")
-    with worker.as_rank():
-        return record(built.load_weights, dict(built.named_parameters()), model.specs())
+def regions_of(model: Model, tp: int, pp: int, has_ep: bool, number: int) -> list[Region]:
+    """Return what a worker's loader reads, recorded with other values than any test loads."""
+    worker, other = workers_of(model, tp, pp, has_ep)[number], model.checkpoint(seed=8)
+    with ReadRecorder(other.items()) as recorder:
+        worker.load(other.items())
+    return recorder.regions
+
+
+def poisoned(*shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of ones in every bit: NaN."""
+    made = torch.empty(*shape, dtype=dtype)
+    made.view(torch.uint8 if made.dim() else dtype).fill_(255 if made.dim() else torch.nan)
+    return made
 
 
 @pytest.mark.parametrize(("family", "is_tied", "tp", "pp", "has_ep"), CASES)
@@ -69,38 +79,32 @@ def test_parcels_bring_to_each_worker_what_its_own_loader_reads(
     family: str, is_tied: bool, tp: int, pp: int, has_ep: bool
 ) -> None:
     model = Model(family, is_tied)
-    checkpoint = model.checkpoint()
+    checkpoint, tensors = model.checkpoint(), plan(model.specs(), 1 << 20)
+    assert not any(torch.equal(other, checkpoint[name]) for name, other in model.checkpoint(seed=8).items())
     dtypes = dict.fromkeys(checkpoint, torch.bfloat16)
     workers = workers_of(model, tp, pp, has_ep)
-    recordings = [recording_of(model, tp, pp, has_ep, number) for number in range(len(workers))]
-    wanted = [[(p.tensor, p.rectangle) for p in recording.placements] for recording in recordings]
+    wanted = [regions_of(model, tp, pp, has_ep, number) for number in range(len(workers))]
     assert {name for wishes in wanted for name, _ in wishes} == set(checkpoint)
-    filled = [dict(worker.build("cpu").named_parameters()) for worker in workers]
+    measures = [worker.load(checkpoint.items()) for worker in workers]
+    assert not any(parameter.isnan().any() for measure in measures for parameter in measure.values())
     for layout in LAYOUTS:
         if layout.ep > 1 and not model.has_experts:
             continue
         held = [place_parts(parts_of(model, checkpoint, layout, rank)) for rank in range(layout.num_ranks)]
         sources = [Parameters(placements, holders, dtypes) for placements, holders in held]
         regions = [[(p.tensor, p.rectangle) for p in placements] for placements, _ in held]
-        for parameter in itertools.chain.from_iterable(one.values() for one in filled):
-            parameter.data.fill_(torch.nan)
-        sinks = [
-            Parameters(recording.placements, {name: p.data for name, p in mine.items()}, dtypes)
-            for recording, mine in zip(recordings, filled, strict=True)
-        ]
-        for pack in make_packs(plan_parcels(regions, wanted, dict.fromkeys(checkpoint, 2)), 1 << 16):
-            data_B = torch.zeros(pack.num_bytes, dtype=torch.uint8)
-            sources[pack.source].read(pack, data_B)
-            for sink in pack.sinks:
-                sinks[sink].write(pack, data_B)
-        for worker, recording, mine in zip(workers, recordings, filled, strict=True):
-            for padding in recording.filled:
-                mine[padding.holder].data[padding.local.slices] = padding.value
-            theirs = worker.build("cpu")
-            with worker.as_rank():
-                theirs.load_weights(iter(checkpoint.items()))
-            for name, parameter in theirs.named_parameters():
-                assert torch.equal(parameter.view(torch.int16), mine[name].view(torch.int16)), (name, layout)
+        packs = make_packs(plan_parcels(regions, wanted, dict.fromkeys(checkpoint, 2)), 1 << 16)
+        for number, (worker, measure) in enumerate(zip(workers, measures, strict=True)):
+            stages, own = Stages(wanted[number], poisoned), [pack for pack in packs if number in pack.sinks]
+            store = stages.open(1, own, 0.0)
+            for index, pack in enumerate(own):
+                sources[pack.source].read(pack, store.pack(index))
+            store.close(is_whole=True)
+            found = worker.load(stages.tensors(1, tensors))
+            for name, parameter in measure.items():
+                assert torch.equal(parameter.view(torch.int16), found[name].view(torch.int16)), (name, layout)
+            num_wanted = sum(rectangle.num_elements for _, rectangle in dict.fromkeys(wanted[number]))
+            assert sum(parcel.num_bytes for pack in own for parcel in pack.parcels) <= 2 * num_wanted
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -136,10 +140,7 @@ def test_every_wanted_byte_comes_once_and_the_sources_send_alike(
         for rank in range(layout.num_ranks)
     ]
     wanted = [
-        [
-            (p.tensor, p.rectangle)
-            for p in recording_of(model, size, 1, by_ep and model.has_experts, rank).placements
-        ]
+        regions_of(model, size, 1, by_ep and model.has_experts, rank)
         for size, by_ep in engines
         for rank in range(size)
     ]

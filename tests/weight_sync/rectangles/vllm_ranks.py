@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ from vllm.config import (
     VllmConfig,
     set_current_vllm_config,
 )
-from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
-from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -71,7 +69,7 @@ class Worker:
         self._model, self._tp, self._pp, self._has_ep = model, tp, pp, has_ep
 
     @contextmanager
-    def as_rank(self) -> Iterator[None]:
+    def _as_rank(self) -> Iterator[None]:
         """Have vLLM take this process for the rank."""
         groups: dict[str, Any] = dict.fromkeys(GROUPS, Group(0, 1))
         groups |= dict.fromkeys(("_TP", "_ETP", "_WORLD", "_EP"), Group(*self._tp))
@@ -82,17 +80,26 @@ class Worker:
                 stack.enter_context(patch)
             yield
 
-    def build(self, device: str) -> torch.nn.Module:
-        """Return its model before any weights are loaded."""
-        # Models of a process share the tables of rotary embeddings: those built on meta would stay.
-        with self.as_rank(), mock.patch.dict(_ROPE_DICT, clear=True), _expert_maps_with_values():
+    def _build(self) -> torch.nn.Module:
+        """Return its model before any weights are loaded: all NaN."""
+        with self._as_rank():
             config = self._config()
             with (
                 set_current_vllm_config(config),
                 set_default_torch_dtype(torch.bfloat16),
-                torch.device(device),
+                torch.device("cpu"),
             ):
-                return initialize_model(config)
+                model = initialize_model(config)
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
+        return model
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Return the parameters of a new model that has loaded `tensors`."""
+        built = self._build()
+        with self._as_rank():
+            built.load_weights(tensors)
+        return {name: parameter.data for name, parameter in built.named_parameters()}
 
     def _config(self) -> VllmConfig:
         with tempfile.TemporaryDirectory() as folder:
@@ -122,16 +129,3 @@ class Worker:
             object.__setattr__(parallel, name, value)
         config.parallel_config = parallel
         return config
-
-
-@contextmanager
-def _expert_maps_with_values() -> Iterator[None]:
-    """The map of experts to ranks is computed and read while a model is built: it needs storage."""
-    make = ExpertMapManager.__init__
-
-    def on_cpu(self: ExpertMapManager, *args: Any, **kwargs: Any) -> None:
-        with torch.device("cpu"):
-            make(self, *args, **kwargs)
-
-    with mock.patch.object(ExpertMapManager, "__init__", on_cpu):
-        yield

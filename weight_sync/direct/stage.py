@@ -1,0 +1,116 @@
+"""Stages of an engine worker: packs of versions as they were received, and the tensors that its loader reads.
+
+A stage has the bytes of the rectangles that the worker wants, each pack in a place of its own. The tensors of
+a load are made of it one at a time, in full shape: memory for the parts that nobody reads is never touched,
+unless a row of them has a part that is read. Invariant: only what came whole can be loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from asyncrl.core.errors import SyncError
+from weight_sync.memory.manifest import Layout, TensorEntry, align
+from weight_sync.rectangles.packs import Pack, view_parcel
+from weight_sync.rectangles.parcels import Parcel, Region
+from weight_sync.rectangles.rectangle import Rectangle
+
+Empty = Callable[..., torch.Tensor]
+"""`torch.empty`, or what fills its result too."""
+
+
+class Stages:
+    """The `Party` of an engine worker. Any thread may call it.
+
+    Args:
+        regions: What the worker's loader reads of every version.
+
+    >>> # with ReadRecorder(tensors) as recorder: model.load_weights(tensors)
+    >>> # stages = Stages(recorder.regions)
+    >>> # store = stages.open(7, packs, until)      # in the seat's thread, which fills each store.pack(i)
+    >>> # store.close(is_whole=True)
+    >>> # model.load_weights(stages.tensors(7, manifest.layout))
+    """
+
+    def __init__(self, regions: Sequence[Region], empty: Empty = torch.empty) -> None:
+        self.regions, self.dtypes = regions, dict[str, str]()
+        self._empty = empty
+        self._lock = threading.Lock()
+        self._whole: dict[int, Stage] = {}
+        self._kept: Collection[int] = ()
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Name the versions that may still be loaded: all others are freed when there is a next one."""
+        with self._lock:
+            self._kept = frozenset(numbers)
+
+    def open(self, number: int, packs: Sequence[Pack], until: float) -> Stage:
+        """Return room for the packs of a version; it can be loaded once that is closed as whole."""
+        with self._lock:
+            self._whole = {
+                other: stage
+                for other, stage in self._whole.items()
+                if other in self._kept and other != number
+            }
+        return Stage(packs, self._empty, partial(self._add, number))
+
+    def _add(self, number: int, stage: Stage) -> None:
+        with self._lock:
+            self._whole[number] = stage
+
+    def tensors(self, number: int, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return (name, tensor) in the order of the layout, each made when it is asked for.
+
+        Elements outside of `regions` have no meaning. The loader must not write into the tensors.
+
+        Raises:
+            SyncError: This version did not come, or has been freed.
+        """
+        with self._lock:
+            stage = self._whole.get(number)
+        if stage is None:
+            raise SyncError(f"version {number} is not on this worker")
+        return ((entry.name, stage.tensor(entry)) for entry in layout.tensors)
+
+
+class Stage:
+    """The packs of one version: a `PackStore`."""
+
+    def __init__(self, packs: Sequence[Pack], empty: Empty, add: Callable[[Stage], None]) -> None:
+        sizes = [align(pack.num_bytes) for pack in packs]
+        self._starts = list(itertools.accumulate(sizes, initial=0))
+        self._packs, self._empty, self._add = packs, empty, add
+        self._data_B = empty(self._starts[-1], dtype=torch.uint8)
+        self._parcels: dict[str, list[tuple[Parcel, int]]] = {}
+        for start, pack in zip(self._starts, packs, strict=False):
+            for parcel, offset in zip(pack.parcels, pack.offsets, strict=True):
+                self._parcels.setdefault(parcel.tensor, []).append((parcel, start + offset))
+
+    def pack(self, index: int) -> torch.Tensor:
+        """Return the place of a pack, uint8."""
+        start = self._starts[index]
+        return self._data_B[start : start + self._packs[index].num_bytes]
+
+    def close(self, is_whole: bool) -> None:
+        """End the transfer; the stage stays if all packs came."""
+        if is_whole:
+            self._add(self)
+
+    def tensor(self, entry: TensorEntry) -> torch.Tensor:
+        """Return a tensor in full shape, that has the values of its parcels."""
+        dtype, shape = getattr(torch, entry.dtype), entry.shape
+        parcels = self._parcels.get(entry.name)
+        if parcels is None:
+            return self._empty((), dtype=dtype).expand(shape)
+        views = [(parcel.rectangle, view_parcel(parcel, at, self._data_B, dtype)) for parcel, at in parcels]
+        if views[0][0] == Rectangle.whole(shape):
+            return views[0][1]
+        full = self._empty(shape, dtype=dtype)
+        for rectangle, values in views:
+            full[rectangle.slices].copy_(values)
+        return full
