@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,14 +18,23 @@ from asyncrl.core.staleness import PolicyVersion
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Manifest, TensorEntry
 
+if TYPE_CHECKING:
+    from weight_sync.direct.seat import DeskAddress
+
 
 @dataclass(frozen=True)
 class Staged:
-    """Version `version`, complete and verified, in the file at `path`."""
+    """Version `version`, complete and verified, in the file at `path`.
+
+    Attributes:
+        path: Empty if the engine's workers hold the version themselves.
+        desk: Where the workers ask for orders, to receive the next versions themselves.
+    """
 
     version: PolicyVersion
     path: str
     manifest: Manifest
+    desk: DeskAddress | None = None
 
 
 def open_tensors(staged: Staged) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,7 +1,8 @@
-"""vLLM's side of a swap: loads a staged file into the worker's model. Runs inside vLLM's workers.
+"""vLLM's side of a swap: loads a staged version into the worker's model. Runs inside vLLM's workers.
 
-The names, shapes and dtypes in the file must be those of the checkpoint that the worker was started
-from; that is checked before anything is overwritten. The whole load is one `update_weights` call,
+A version lies in a file, or in stages of the workers that have received it themselves (`worker_seat`). Its
+names, shapes and dtypes must be those of the checkpoint that the worker was started from; that is checked
+before anything is overwritten. The whole load is one `update_weights` call,
 because vLLM's layer-wise reload overwrites in place and keeps references to what it was given
 until it is finalized: the mapping of the file has to outlive that. Workers that share a model take
 each stage together: one that cannot go on stops all of them. On a GPU a worker's slices go there through
@@ -17,9 +18,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -34,17 +35,20 @@ from vllm.distributed.weight_transfer.base import (
 
 from asyncrl.core.errors import EngineError, SyncError
 from asyncrl.core.runtime.faults import is_wanted
+from asyncrl.core.sockets.keys import ClientKeys
 from rollout_service.engine.probe import ProbeCheck
 from rollout_service.engine.vllm.plugin import OTHER_WORKER
 from rollout_service.engine.vllm.reload import find_refused, find_shared, reload
+from rollout_service.engine.vllm.worker_seat import WorkerSeat
 from weight_sync.copies.pinned import BUFFER_BYTES, PinnedPipeline
 from weight_sync.copies.to_gpu import PinnedCopies
+from weight_sync.direct.seat import DeskAddress
 from weight_sync.memory.manifest import Manifest, check_tensors
 from weight_sync.memory.staging import Staged, open_tensors
 
 log = logging.getLogger(__name__)
 
-Tensors = Sequence[tuple[str, torch.Tensor]]
+Tensors = Iterable[tuple[str, torch.Tensor]]
 TORCH_DTYPES = {
     "BOOL": "bool",
     "F64": "float64",
@@ -77,15 +81,32 @@ class StagedInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class StagedUpdateInfo(WeightTransferUpdateInfo):
-    """One staged version, in plain values that vLLM can send to its workers."""
+    """One staged version, in plain values that vLLM can send to its workers.
+
+    Attributes:
+        path: Empty if the workers hold the version themselves.
+        desk, desk_keys: Of the `DeskAddress`, whose keys are three; empty without one.
+    """
 
     path: str
     manifest: bytes
+    desk: str = ""
+    desk_keys: Sequence[bytes] = field(default=(), repr=False)
+
+    @property
+    def desk_address(self) -> DeskAddress | None:
+        if not self.desk:
+            return None
+        return DeskAddress(self.desk, ClientKeys(*self.desk_keys) if self.desk_keys else None)
 
 
 def describe_staged(staged: Staged) -> dict[str, object]:
     """Return the fields of `StagedUpdateInfo` for `staged`."""
-    return {"path": staged.path, "manifest": staged.manifest.to_bytes()}
+    described: dict[str, object] = {"path": staged.path, "manifest": staged.manifest.to_bytes()}
+    if staged.desk is not None:
+        keys = staged.desk.keys
+        described |= {"desk": staged.desk.address, "desk_keys": astuple(keys) if keys is not None else ()}
+    return described
 
 
 class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo]):
@@ -96,6 +117,10 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     outcome = ""
     """Error of the last load of this worker; empty if there was none."""
     _newest: Manifest | None = None
+
+    @cached_property
+    def _seat(self) -> WorkerSeat:
+        return WorkerSeat()
 
     @cached_property
     def _probe_check(self) -> ProbeCheck:
@@ -127,7 +152,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
-        """Load the staged file, and let the probe judge if the version brings one.
+        """Load the staged version, and let the probe judge if it brings one.
 
         Raises:
             SyncError: Its names, shapes or dtypes do not fit, or it is gone; then nothing was overwritten.
@@ -137,8 +162,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             # Generation is paused: a layout like that of the version before is not parsed anew.
             manifest = self._newest = Manifest.from_bytes(update_info.manifest, self._newest)
             self._check(manifest)
-            tensors = list(open_tensors(Staged(manifest.version, update_info.path, manifest)))
-        with self._together("load"):
+            tensors = self._open(manifest, update_info.path)
+        with self._together("load"), self._seat.taken_after(update_info.desk_address, tensors):
             self._load(manifest.version.number, tensors)
         if manifest.probe is not None:
             with self._together("match the probe"):
@@ -146,7 +171,14 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
                 self._probe_check.check(self.model, self.vllm_config, manifest.probe, step)
 
     def shutdown(self) -> None:
-        """Do nothing: no resource outlives an update."""
+        """Give up the seat: no other resource outlives an update."""
+        self._seat.leave()
+
+    def _open(self, manifest: Manifest, path: str) -> Tensors:
+        """Return the tensors of the file, or those of this worker's stage, which are made one by one."""
+        if path:
+            return list(open_tensors(Staged(manifest.version, path, manifest)))
+        return self._seat.stages.tensors(manifest.version.number, manifest.layout)
 
     def _check(self, manifest: Manifest) -> None:
         """Compare with the checkpoint. A parameter of several modules is sent once, by its first name."""

@@ -48,6 +48,7 @@ def version(seed: int) -> dict[str, torch.Tensor]:
 
 
 def poisoned(*shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor that is NaN, or bytes that are."""
     made = torch.empty(*shape, dtype=dtype)
     return made.fill_(torch.nan if dtype.is_floating_point else 255)
 

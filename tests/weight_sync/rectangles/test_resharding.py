@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from tests.weight_sync.direct.test_stage import poisoned
 from tests.weight_sync.rectangles.learner_ranks import Layout, parts_of
 from tests.weight_sync.rectangles.models import CLASSES, MOE, Model
 from weight_sync.direct.stage import Stages
@@ -65,13 +66,6 @@ def regions_of(model: Model, tp: int, pp: int, has_ep: bool, number: int) -> lis
     with ReadRecorder(other.items()) as recorder:
         worker.load(other.items())
     return recorder.regions
-
-
-def poisoned(*shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of ones in every bit: NaN."""
-    made = torch.empty(*shape, dtype=dtype)
-    made.view(torch.uint8 if made.dim() else dtype).fill_(255 if made.dim() else torch.nan)
-    return made
 
 
 @pytest.mark.parametrize(("family", "is_tied", "tp", "pp", "has_ep"), CASES)
