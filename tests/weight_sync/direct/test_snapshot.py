@@ -1,4 +1,4 @@
-"""Snapshots of a learner rank: whose bytes they have, which are kept, and what a version without one is told."""
+"""Snapshots of a learner rank: whose bytes they have, which are kept, what a version without one is told."""
 
 from __future__ import annotations
 
