@@ -19,6 +19,7 @@ from weight_sync.memory.parts import Part
 from weight_sync.rectangles.holdings import place_parts
 from weight_sync.rectangles.packs import Pack, Parameters
 from weight_sync.rectangles.parcels import Region
+from weight_sync.rectangles.rectangle import Placement
 
 MAX_SLOTS = 2
 
@@ -29,6 +30,7 @@ class _Slot:
 
     number: int = 0
     num_readers: int = 0
+    placements: Sequence[Placement] = ()
     holders: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: Parameters = field(default_factory=lambda: Parameters((), {}, {}))
 
@@ -60,7 +62,8 @@ class Snapshots:
             of = {place.holder: getattr(torch, dtypes[place.tensor]) for place in placements}
             self.dtypes = {place.tensor: dtypes[place.tensor] for place in placements}
             self.regions = [(place.tensor, place.rectangle) for place in placements]
-            if slot.holders.keys() != held.keys():
+            if slot.placements != placements:
+                slot.placements = placements
                 slot.holders = {name: torch.empty_like(held[name], dtype=of[name]) for name in held}
                 published = {place.tensor: of[place.holder] for place in placements}
                 slot.parameters = Parameters(placements, slot.holders, published)

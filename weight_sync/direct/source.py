@@ -13,13 +13,12 @@ from weight_sync.publisher_client import Exporter
 
 
 class DirectSource:
-    """See the module. It asks for orders from its first snapshot on."""
+    """See the module. `take` is collective; the seat asks for orders once there is something to send."""
 
     def __init__(self, runtime: Runtime, desk: DeskAddress, collectives: Collectives) -> None:
         self._snapshots, self._collectives = Snapshots(runtime), collectives
         self._seat = Seat(runtime, desk, collectives.rank, collectives.world_size, self._snapshots)
         self._dtypes: dict[str, str] = {}
-        self._has_started = False
 
     def take(self, number: int, path: str, layout: Layout | None, model: Exporter) -> None:
         """Take a snapshot of the version that is published next, but of the first of a start. Collective.
@@ -33,9 +32,9 @@ class DirectSource:
             shared = self._collectives.share_bytes(json.dumps(told).encode() if told else None)
             self._dtypes = json.loads(shared)
         if self._dtypes:
+            is_first = not self._snapshots.dtypes
             self._snapshots.take(number, model.named_parts(), self._dtypes)
-            if not self._has_started:
-                self._has_started = True
+            if is_first:
                 self._seat.start()
 
     def close(self) -> None:

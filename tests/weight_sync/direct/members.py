@@ -33,10 +33,11 @@ MAX_BYTES = 4096
 Checkpoint = dict[str, torch.Tensor]
 
 
-def make_checkpoint(number: int) -> Checkpoint:
+def make_checkpoint(number: int, dtype: torch.dtype = torch.float32) -> Checkpoint:
     """Return the weights of a version, other ones for each."""
     generator = torch.Generator().manual_seed(number)
-    return {spec.name: torch.rand(spec.shape, generator=generator).sub_(0.5) for spec in MODEL.specs()}
+    made = {spec.name: torch.rand(spec.shape, generator=generator).sub_(0.5) for spec in MODEL.specs()}
+    return {name: values.to(dtype) for name, values in made.items()}
 
 
 def parts_at(number: int, rank: int) -> list[Part]:
@@ -64,24 +65,25 @@ class ScriptedSink:
         self.regions, self.dtypes = regions, {}
         self.stages: dict[int, _Stage] = {}
         self.kept: Collection[int] = ()
+        self.has_opened = threading.Event()
 
     def open(self, number: int, packs: Sequence[Pack], until: float) -> _Stage:
         self.stages[number] = _Stage(packs)
+        self.has_opened.set()
         return self.stages[number]
 
     def keep(self, numbers: Collection[int]) -> None:
         self.kept = numbers
 
-    def has_all(self, number: int, dtype: torch.dtype = torch.float32) -> bool:
-        """Tell whether all that it wants of a version is here, and right to the bit."""
-        wanted = {name: full.to(dtype) for name, full in make_checkpoint(number).items()}
-        found = {name: torch.full_like(full, torch.nan) for name, full in wanted.items()}
-        whole = {name: Rectangle.whole(full.shape) for name, full in wanted.items()}
+    def has_all(self, number: int, full: Checkpoint) -> bool:
+        """Tell whether all that it wants of a version is here, and equal to `full` to the bit."""
+        found = {name: torch.full_like(values, torch.nan) for name, values in full.items()}
+        whole = {name: Rectangle.whole(values.shape) for name, values in full.items()}
         places = [Placement(name, r, name, r, tuple(range(len(r.long_axes)))) for name, r in whole.items()]
-        parameters = Parameters(places, found, dict.fromkeys(wanted, dtype))
+        parameters = Parameters(places, found, {name: values.dtype for name, values in full.items()})
         for pack, data_B in zip(self.stages[number].packs, self.stages[number].data, strict=True):
             parameters.write(pack, data_B)
-        return all(torch.equal(found[name][r.slices], wanted[name][r.slices]) for name, r in self.regions)
+        return all(torch.equal(found[name][r.slices], full[name][r.slices]) for name, r in self.regions)
 
 
 class _Stage:

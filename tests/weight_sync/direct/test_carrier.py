@@ -19,6 +19,7 @@ from tests.weight_sync.direct.members import (
     WAIT_S,
     Members,
     ScriptedSink,
+    make_checkpoint,
     make_source,
     random_regions,
     take,
@@ -64,7 +65,7 @@ def test_every_sink_gets_what_it_wants_right_to_the_bit(meet, seeds, dtype, is_t
     members = meet(parties, 4, is_tagged=is_tagged)
     assert members.run(1) == [None] * len(parties)
     for sink in sinks:
-        assert sink.has_all(1, getattr(torch, dtype))
+        assert sink.has_all(1, make_checkpoint(1, getattr(torch, dtype)))
         assert sink.stages[1].is_whole
     assert len(sinks[0].stages[1].packs) > 2 * UNDER_WAY
 
@@ -77,7 +78,7 @@ def test_a_second_version_reuses_the_group_and_the_plan_of_the_first(meet):
     take_all(parties, 2)
     assert members.run(2) == [None] * 6
     assert not torch.equal(sinks[0].stages[1].data[0], sinks[0].stages[2].data[0])
-    assert all(sink.has_all(number) for sink in sinks for number in (1, 2))
+    assert all(sink.has_all(number, make_checkpoint(number)) for sink in sinks for number in (1, 2))
     for carrier, (group, steps) in zip(members.carriers, formed, strict=True):
         assert carrier._group._process_group is group
         assert carrier._steps is steps
@@ -128,11 +129,11 @@ def test_a_pack_that_was_changed_on_its_way_harms_its_sink_alone(meet):
     assert "1 of " in str(ends[4])
     assert ends[:4] == [None] * 4
     assert (sinks[0].stages[1].is_whole, sinks[1].stages[1].is_whole) == (False, True)
-    assert sinks[1].has_all(1)
+    assert sinks[1].has_all(1, make_checkpoint(1))
     set_hook(None)
     take_all(parties, 2)
     assert members.run(2) == [None] * 6, "the group is in step"
-    assert sinks[0].has_all(2)
+    assert sinks[0].has_all(2, make_checkpoint(2))
 
 
 @pytest.mark.parametrize("is_tagged", [False, True])

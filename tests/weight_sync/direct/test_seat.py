@@ -7,73 +7,22 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from asyncrl.core.errors import AsyncrlError, RemoteError
-from asyncrl.core.rpc import Request, Server
-from asyncrl.core.rpc.operations import Operations
+from asyncrl.core.errors import AsyncrlError
 from asyncrl.core.runtime.faults import set_hook
-from asyncrl.core.runtime.threads import ThreadEvent
 from tests.weight_sync.direct.members import (
     RUNTIME,
     TIMEOUT,
     WAIT_S,
     ScriptedSink,
+    make_checkpoint,
     make_source,
     random_regions,
     take,
 )
-from weight_sync.backends.contract import Group
+from tests.weight_sync.direct.service import Service, await_ends, carry
 from weight_sync.backends.rendezvous import open_store
-from weight_sync.direct.desk import Desk
 from weight_sync.direct.seat import DeskAddress, Seat
 from weight_sync.protocol.rounds import DIGEST, SUPERSEDED, TRANSPORT
-from weight_sync.transfer_executor import TransferOrder
-
-
-class Service:
-    """A server that has nothing but a desk; it may go away, and another one come in its place."""
-
-    def __init__(self, secret: str, address: str = "tcp://127.0.0.1:*") -> None:
-        self.desk = Desk(RUNTIME, secret)
-        self.is_complete = ThreadEvent()
-        self.desk.on_change = lambda: self.is_complete.set() if self.desk.num_seats else None
-        self.ends: list[tuple[str, str, int]] = []
-        self.has_ended = ThreadEvent()
-        self.progress: list[int] = []
-        self.refused: list[str] = []
-        """Operations that are refused once."""
-        self._ops = Operations("the test")
-        self.desk.add_operations(self._ops)
-        self.server = Server(RUNTIME, address)
-        self._stop = ThreadEvent()
-        self._thread = threading.Thread(target=self.server.serve, args=(self, self._stop), daemon=True)
-        self._thread.start()
-
-    def handle(self, request: Request) -> None:
-        if request.op in self.refused:
-            self.refused.remove(request.op)
-            raise RemoteError("refused once")
-        self._ops.handle(request)
-
-    def wake_at(self) -> float:
-        return self.desk.wake_at()
-
-    def tick(self, now: float) -> None:
-        self.desk.tick()
-
-    def carry(self, order: TransferOrder) -> None:
-        self.has_ended.clear()
-        self.server.call_soon(lambda: self.desk.carry(order, (), self.progress.append, self._end))
-
-    def _end(self, *end: object) -> None:
-        self.ends.append(end)
-        self.has_ended.set()
-
-    def abort(self, round_id: int) -> None:
-        self.server.call_soon(lambda: self.desk.abort(round_id))
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(WAIT_S)
 
 
 class Run:
@@ -97,10 +46,8 @@ class Run:
             assert service.is_complete.wait(WAIT_S)
 
     def carry(self, number: int, round_id: int, membership: int = 1, deadline_s: float = WAIT_S) -> None:
-        for service, rank in ((self.publisher, 0), (self.receiver, 4)):
-            group = Group(membership, rank, 6, "127.0.0.1", self.store.port)
-            live = frozenset([membership])
-            service.carry(TransferOrder(round_id, number, group, live, deadline_s, sources=4))
+        where = {"port": self.store.port, "membership": membership, "deadline_s": deadline_s}
+        carry(self.publisher, self.receiver, number, round_id, ranks=(4, 2), **where)
 
     def carry_until_a_source_is_held(self, round_id: int) -> None:
         is_held = threading.Event()
@@ -110,9 +57,7 @@ class Run:
 
     def await_ends(self) -> list[str]:
         """Return the cause of the end at each desk."""
-        services = (self.publisher, self.receiver)
-        assert all(service.has_ended.wait(2 * WAIT_S) for service in services), [s.ends for s in services]
-        return [service.ends[-1][0] for service in services]
+        return await_ends(self.publisher, self.receiver)
 
     def close(self) -> None:
         self.goes_on.set()
@@ -145,12 +90,12 @@ def strike(point: str, act: Callable[[], None], number: int = 1, nth: int = 3) -
 def test_seats_carry_out_one_order_after_the_other_and_tell_their_ends(started):
     started.carry(1, round_id=7)
     assert started.await_ends() == ["", ""]
-    assert all(sink.has_all(1) for sink in started.sinks)
+    assert all(sink.has_all(1, make_checkpoint(1)) for sink in started.sinks)
     for rank, source in enumerate(started.sources):
         assert take(source, 2, rank)
     started.carry(2, round_id=8)
     assert started.await_ends() == ["", ""]
-    assert all(sink.has_all(2) for sink in started.sinks)
+    assert all(sink.has_all(2, make_checkpoint(2)) for sink in started.sinks)
     wanted = sum(pack.num_bytes for sink in started.sinks for pack in sink.stages[2].packs)
     assert started.receiver.ends[-1][2] == wanted
 
@@ -188,6 +133,7 @@ class Calls(list[int]):
 
 def test_an_order_that_is_aborted_is_given_up_and_the_next_one_carried_out(started):
     started.carry_until_a_source_is_held(round_id=7)
+    assert all(sink.has_opened.wait(WAIT_S) for sink in started.sinks)
     started.publisher.abort(7)
     started.receiver.abort(7)
     for sink in started.sinks:
@@ -196,7 +142,7 @@ def test_an_order_that_is_aborted_is_given_up_and_the_next_one_carried_out(start
     started.goes_on.set()
     started.carry(1, round_id=8, membership=2)
     assert started.await_ends() == ["", ""]
-    assert all(sink.has_all(1) for sink in started.sinks)
+    assert all(sink.has_all(1, make_checkpoint(1)) for sink in started.sinks)
 
 
 def test_a_damaged_pack_is_told_with_its_cause(started):

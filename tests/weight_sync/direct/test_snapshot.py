@@ -1,4 +1,4 @@
-"""Snapshots of a learner rank: whose bytes they have, which are kept, what a version without one is told."""
+"""Snapshots of a learner rank: what they hold, which are kept, and what happens to a version without one."""
 
 from __future__ import annotations
 
