@@ -19,6 +19,7 @@ class DirectSource:
         self._snapshots, self._collectives = Snapshots(runtime), collectives
         self._seat = Seat(runtime, desk, collectives.rank, collectives.world_size, self._snapshots)
         self._dtypes: dict[str, str] = {}
+        self._has_started = False
 
     def take(self, number: int, path: str, layout: Layout | None, model: Exporter) -> None:
         """Take a snapshot of the version that is published next, but of the first of a start. Collective.
@@ -32,9 +33,9 @@ class DirectSource:
             shared = self._collectives.share_bytes(json.dumps(told).encode() if told else None)
             self._dtypes = json.loads(shared)
         if self._dtypes:
-            is_first = not self._snapshots.dtypes
             self._snapshots.take(number, model.named_parts(), self._dtypes)
-            if is_first:
+            if not self._has_started:
+                self._has_started = True
                 self._seat.start()
 
     def close(self) -> None:

@@ -20,9 +20,9 @@ from weight_sync.direct.orders import SeatOrder
 from weight_sync.direct.party import Party
 from weight_sync.direct.snapshot import Snapshots
 from weight_sync.memory.parts import Part
-from weight_sync.rectangles.packs import Pack, Parameters
+from weight_sync.rectangles.packs import Pack, view_parcel
 from weight_sync.rectangles.parcels import Region
-from weight_sync.rectangles.rectangle import Placement, Rectangle
+from weight_sync.rectangles.rectangle import Rectangle
 
 RUNTIME = ThreadRuntime()
 WAIT_S = 60.0
@@ -78,11 +78,10 @@ class ScriptedSink:
     def has_all(self, number: int, full: Checkpoint) -> bool:
         """Tell whether all that it wants of a version is here, and equal to `full` to the bit."""
         found = {name: torch.full_like(values, torch.nan) for name, values in full.items()}
-        whole = {name: Rectangle.whole(values.shape) for name, values in full.items()}
-        places = [Placement(name, r, name, r, tuple(range(len(r.long_axes)))) for name, r in whole.items()]
-        parameters = Parameters(places, found, {name: values.dtype for name, values in full.items()})
         for pack, data_B in zip(self.stages[number].packs, self.stages[number].data, strict=True):
-            parameters.write(pack, data_B)
+            for parcel, offset in zip(pack.parcels, pack.offsets, strict=True):
+                into = found[parcel.tensor][parcel.rectangle.slices]
+                into.copy_(view_parcel(parcel, offset, data_B, into.dtype))
         return all(torch.equal(found[name][r.slices], full[name][r.slices]) for name, r in self.regions)
 
 

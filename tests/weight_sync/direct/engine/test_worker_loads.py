@@ -38,7 +38,7 @@ CASES = [
 ]
 DOOMED, HALF = 500, 12
 """The load of this version fails at this one of its tensors, on the last worker."""
-EXTENSION = "tests.weight_sync.direct.filled_stages.FilledStages"
+EXTENSION = "tests.weight_sync.direct.engine.filled_stages.FilledStages"
 KEYS = make_run_keys().client
 DESK = DeskAddress("tcp://127.0.0.1:9", KEYS)
 """Nobody answers there."""

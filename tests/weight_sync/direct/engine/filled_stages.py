@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple
 
 from rollout_service.engine.vllm.weight_transfer import LoadReporter
-from tests.weight_sync.direct.test_stage import poisoned
+from tests.weight_sync.direct.engine.test_stage import poisoned
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.parts import Part
 from weight_sync.memory.staging import Staged, open_tensors
