@@ -97,6 +97,7 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
                 context.addresses[f"receiver.{context.index}"],
                 context.client_keys,
                 started_ns,
+                is_direct=config.weight_sync.is_direct,
             ),
             runner=gateway.manager if gateway else GroupRunner(environment, prompts, _group_settings(config)),
             evaluator=build_evaluator(config, engine, tokenizer, held_out, reward, episodes),

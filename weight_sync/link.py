@@ -9,6 +9,7 @@ from asyncrl.core.rpc import AsyncClient
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.sockets.keys import ClientKeys
 from weight_sync import messages as wire
+from weight_sync.direct.seat import DeskAddress
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.staging import Staged
 
@@ -24,6 +25,7 @@ class ReceiverLink:
     thought dead, and lives on beside its successor.
 
     Args:
+        is_direct: The engine's workers are to receive later versions themselves.
         started_ns: When the replica's process was given its work, in nanoseconds of the runtime's clock,
             which all processes of a host share; now, without one.
 
@@ -42,7 +44,10 @@ class ReceiverLink:
         receiver_address: str,
         keys: ClientKeys | None = None,
         started_ns: int | None = None,
+        *,
+        is_direct: bool = False,
     ) -> None:
+        self._desk = DeskAddress(receiver_address, keys) if is_direct else None
         self._client = AsyncClient(runtime, receiver_address, keys)
         self._started_ns = int(runtime.now() * 1e9) if started_ns is None else started_ns
         self._incarnation = runtime.new_id()
@@ -78,7 +83,7 @@ class ReceiverLink:
         if not heard.frames:
             return None
         manifest = Manifest.from_bytes(bytes(heard.frames[0]))
-        return Staged(manifest.version, heard.message.path, manifest)
+        return Staged(manifest.version, heard.message.path, manifest, self._desk)
 
     async def report_loaded(self, number: int, ok: bool, error: str = "") -> None:
         """Say that version `number` is loaded and served, or that the engine holds nothing usable."""
