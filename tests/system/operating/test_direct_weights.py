@@ -1,0 +1,48 @@
+"""Whole runs whose learner's ranks send to the engines' workers themselves."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from asyncrl.core.runtime.faults import VARIABLE
+from tests.system.parts.up_run import UpRun
+from weight_sync.sync_records import JOURNAL_FILE
+
+SETS = ("rollout.replicas=2", "eval.every_steps=0", "weight_sync.backend=direct")
+DOOMED = 4
+
+
+@pytest.mark.long
+def test_four_learner_ranks_send_to_two_engines(up: Callable[..., UpRun]) -> None:
+    run = up("direct", *SETS, "learner.tp=2", "learner.pp=2", "learner.cpus=0.25", "learner.steps=12")
+    rounds = finish(run, num_steps=12)
+    lanes = Counter(one["lane"] for one in rounds)
+    assert lanes["DIRECT"] >= 8, lanes
+    assert {one["cause"] for one in rounds} == {""}
+
+
+@pytest.mark.long
+def test_engines_that_die_while_they_receive_get_the_version_staged_and_the_next_ones_directly(
+    up: Callable[..., UpRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both engines' processes are killed at their first pack of one version."""
+    monkeypatch.setenv(VARIABLE, f"direct.sink.pack@{DOOMED}")
+    rounds = finish(up("direct_kill", *SETS, "learner.steps=150"), num_steps=150)
+    failed = [one["number"] for one in rounds if one["lane"] == "DIRECT" and one["cause"]]
+    arrived = [one["number"] for one in rounds if one["lane"] == "DIRECT" and not one["cause"]]
+    assert failed == [DOOMED] and min(arrived) < DOOMED < max(arrived)
+    others = [one for one in rounds if one["lane"] != "DIRECT" and one["number"] >= DOOMED]
+    assert {name for one in others for name in one["parts"]} == {"receiver.0", "receiver.1"}
+
+
+def finish(run: UpRun, *, num_steps: int) -> list[dict]:
+    """Wait for the end of a run in which nothing is lost; return its rounds."""
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.summary()["ledger_residue"] == 0 and len(run.rows()) == num_steps
+    lines = (run.folder / JOURNAL_FILE).read_text().splitlines()
+    return [entry for line in lines if (entry := json.loads(line))["kind"] == "round"]
