@@ -2,7 +2,7 @@
 
 Owns the seats (see `orders`) and the one transfer that they carry out. The publisher's seats are on any node,
 a receiver's beside it. Invariants: a transfer is done once, when all seats have ended it or one has failed;
-seats of which one is another process than before, or is silent, are told of by `on_change`.
+after a failure no seat counts before it has asked again, as one of them may be dead.
 """
 
 from __future__ import annotations
@@ -54,20 +54,23 @@ class Desk:
         is_tagged: As in `SeatOrder`.
 
     Attributes:
-        on_change: Called when other processes, or another number of them, can take part.
+        on_change: Called when another number of processes can take part, or other ones.
+        on_loss: Called before that when a seat is another process than before, or silent.
     """
 
     def __init__(self, clock: Clock, secret: str, *, is_tagged: bool = False) -> None:
         self._clock, self._secret, self._is_tagged = clock, secret, is_tagged
         self.on_change: Callable[[], None] = lambda: None
+        self.on_loss: Callable[[], None] = lambda: None
         self._seats: dict[int, _Seat] = {}
+        self._doubted: set[int] = set()
         self._count = self._told = 0
         self._transfer: _Transfer | None = None
 
     @property
     def num_seats(self) -> int:
         """Number of seats; 0 unless all of them ask for orders."""
-        return self._count if len(self._seats) == self._count else 0
+        return self._count if len(self._seats) - len(self._doubted) == self._count else 0
 
     def add_operations(self, ops: Operations) -> None:
         """Have `ops` take the calls of seats."""
@@ -89,7 +92,7 @@ class Desk:
         """Have the seats give up a round; nobody is called."""
         if self._transfer is not None and self._transfer.order.round == round_id:
             self._transfer = None
-            self._answer_all()
+            self._doubt()
 
     def wake_at(self) -> float:
         """Return when a poll is over, or a seat silent."""
@@ -104,7 +107,9 @@ class Desk:
                 self._answer(index, seat)
             if now >= seat.heard + SILENCE_S:
                 del self._seats[index]
-                self._change(f"seat {index} is silent")
+                self._doubted.discard(index)
+                self._lose(f"seat {index} is silent")
+                self._tell()
 
     def _take_ask(self, request: Request, asked: AskOrder) -> None:
         seat = self._meet(asked)
@@ -136,17 +141,30 @@ class Desk:
         now, seat = self._clock.now(), self._seats.get(asked.index)
         if seat is not None and seat.incarnation == asked.incarnation and asked.count == self._count:
             seat.heard = now
+            self._doubted.discard(asked.index)
+            self._tell()
             return seat
         if asked.count != self._count:
-            self._seats, self._count = {}, asked.count
+            self._seats, self._doubted, self._count = {}, set(), asked.count
         seat = self._seats[asked.index] = _Seat(asked.incarnation, now)
-        self._change(f"seat {asked.index} is another process")
+        self._lose(f"seat {asked.index} is another process")
+        self._doubted.discard(asked.index)
+        self._tell(are_others=True)
         return seat
 
-    def _change(self, why: str) -> None:
+    def _lose(self, why: str) -> None:
+        self.on_loss()
         if self._transfer is not None:
             self._finish(TRANSPORT, why)
-        if self.num_seats or self._told:
+
+    def _doubt(self) -> None:
+        """Count no seat before it asks again; those that live do so at once."""
+        self._doubted = set(self._seats)
+        self._answer_all()
+        self._tell()
+
+    def _tell(self, *, are_others: bool = False) -> None:
+        if self.num_seats != self._told or (are_others and self._told):
             self._told = self.num_seats
             self.on_change()
 
@@ -154,6 +172,8 @@ class Desk:
         assert self._transfer is not None, "there is a transfer to finish"
         transfer, self._transfer = self._transfer, None
         transfer.on_done(cause, message, transfer.num_bytes)
+        if cause:
+            self._doubt()
         self._answer_all()
 
     def _answer_all(self) -> None:

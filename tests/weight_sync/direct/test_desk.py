@@ -29,11 +29,16 @@ class Room:
         self.desk = Desk(self.clock, "00" * 32)
         self.changes: list[int] = []
         self.desk.on_change = lambda: self.changes.append(self.desk.num_seats)
+        self.losses = 0
+        self.desk.on_loss = self.lose
         self.ends: list[tuple[str, str, int]] = []
         self.steps: list[int] = []
         self.answers: dict[int, list[SeatOrder]] = {index: [] for index in range(count)}
         self.ops = Operations("the desk")
         self.desk.add_operations(self.ops)
+
+    def lose(self) -> None:
+        self.losses += 1
 
     def call(self, op: str, index: int, asked: Message) -> None:
         def answer(frames: Sequence[Any]) -> None:
@@ -161,7 +166,30 @@ def test_a_seat_that_is_another_process_ends_the_transfer_and_is_told_of():
     room.ask(1)
     room.carry()
     room.ask(1, incarnation="2")
-    assert room.ends == [(TRANSPORT, "seat 1 is another process", 0)] and room.changes == [2, 2]
+    assert room.ends == [(TRANSPORT, "seat 1 is another process", 0)] and room.losses == 3
+    room.ask(0)
+    assert room.changes == [2, 0, 2]
+
+
+def test_after_a_failure_or_an_abort_no_seat_counts_before_it_has_asked_again():
+    for fail in (lambda room: room.desk.abort(7), lambda room: room.end(0, TRANSPORT)):
+        room = Room()
+        room.ask(0)
+        room.ask(1)
+        room.carry()
+        fail(room)
+        room.ask(0)
+        assert room.desk.num_seats == 0 and room.changes == [2, 0], "seat 1 may be dead"
+        room.ask(1)
+        assert room.changes == [2, 0, 2] and room.losses == 2, "no process is another one"
+
+
+def test_an_engine_whose_worker_is_another_process_between_two_transfers_is_told_of():
+    room = Room()
+    room.ask(0)
+    room.ask(1)
+    room.ask(1, incarnation="2")
+    assert room.changes == [2, 2] and room.losses == 3
 
 
 def test_an_engine_of_another_size_begins_anew():
