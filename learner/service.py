@@ -193,7 +193,11 @@ class LearnerService:
     def _restore(self, order: Restore) -> None:
         with self._watch.time("restore"):
             if order.has_checkpoint:
+                is_starting = self._state == ServiceState.STARTING
+                if is_starting and self._folders.blind:
+                    self._state = ServiceState.SYNCING  # the bytes set the deadline, not the start
                 with self._folders.lent(self._store.folder(order.step)) as folder:
+                    self._state = ServiceState.STARTING if is_starting else self._state
                     self._trainer.restore(folder, order.controllers)
             else:
                 self._trainer.restore(None, order.controllers)

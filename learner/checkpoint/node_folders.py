@@ -2,6 +2,9 @@
 
     save:     a rank that does not see rank 0's folder writes into its own node's; its thread sends the files
     restore:  rank 0 sends the checkpoint to one rank of each other folder, which lays a copy there for all
+    start:    that rank removes there what an earlier start has left
+
+Each file's digest goes with it and is checked where it arrives.
 
 Owns a process group beside those of training, for threads may not call their collectives. Invariant: rank 0's
 folder holds what it would hold if all ranks saw it, byte for byte.
@@ -13,16 +16,19 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
+import xxhash
 
-from asyncrl.core.errors import ConfigError
+from asyncrl.core.errors import CheckpointError, ConfigError
 from asyncrl.core.files.private import make_secret
+from learner.checkpoint.store import digests_of
 from learner.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -30,6 +36,10 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 4 << 20
 SEND_DEADLINE_S = 1800.0
 """Of each chunk, and so of the wait for its sender to have written."""
+LENT_S, SLOWEST_BYTES_PER_S = 300.0, 0.05e9
+"""Wait for a checkpoint to be on all nodes: so long, and what its bytes take at the slowest."""
+LEFTOVERS = (".step-*.partial", ".step-*.copy", ".rank-*")
+REASON_BYTES = 256
 
 
 class Parcel(msgspec.Struct, frozen=True):
@@ -37,11 +47,11 @@ class Parcel(msgspec.Struct, frozen=True):
 
     Attributes:
         note: Of the sender.
-        sizes: Of each file, by its path in the folder, in order.
+        files: Size and xxh3-128 digest of each file, by its path in the folder, in order.
     """
 
     note: bytes
-    sizes: dict[str, int]
+    files: dict[str, tuple[int, str]]
 
 
 class NodeFolders:
@@ -70,22 +80,17 @@ class NodeFolders:
             needs_one: Key of a feature that needs one folder for all ranks.
 
         Raises:
-            ConfigError: There are several, on every rank.
+            ConfigError: A rank cannot write there; or there are several. On every rank.
         """
         token = ranks.share_bytes(make_secret().encode() if ranks.is_leader else None).decode()
         marks = [root / f".rank-{rank}-{token}" for rank in range(ranks.world_size)]
-        has_written = 1
-        try:
-            marks[ranks.rank].touch()
-        except OSError as error:
-            log.warning("%s cannot be written: %s", root, error)
-            has_written = 0
-        if ranks.add([has_written]) != [ranks.world_size]:  # no marks to look for
-            return cls(ranks)
+        _leave_mark(ranks, marks[ranks.rank])
         keeper = next(rank for rank, mark in enumerate(marks) if mark.exists())
         found = ranks.gather([ranks.rank * ranks.world_size + keeper])
-        marks[ranks.rank].unlink()
         keepers = [code % ranks.world_size for code in found]
+        if ranks.rank == keeper:
+            _remove_leftovers(root)
+        ranks.add([1])
         if not any(keepers):
             return cls(ranks)
         blind = (
@@ -118,47 +123,59 @@ class NodeFolders:
         copy = folder.with_name(f".{folder.name}.copy")  # the name itself may be taken
         keepers = sorted({keeper for keeper in self._keepers if keeper})
         is_keeper = self._ranks.rank in keepers
+        digests, num_bytes = dict[str, str](), 0
         if self._ranks.is_leader:
-            for keeper in keepers:
-                self.send(folder, _files(folder), b"", keeper)
+            digests = digests_of(folder)
+            num_bytes = sum((folder / name).stat().st_size for name in digests)
+        (num_bytes,) = self._ranks.largest([num_bytes])
+        if self._ranks.is_leader:
+            self.send(folder, digests, b"", keepers)
         elif is_keeper:
             shutil.rmtree(copy, ignore_errors=True)
             if problem := self.receive(copy, 0)[1]:
                 raise problem
-        self._ranks.add([1])
+        self._await_all(folder, num_bytes)
         yield copy if self.is_blind else folder
         self._ranks.add([1])
         if is_keeper:
             shutil.rmtree(copy)
 
-    def send(self, folder: Path, names: Sequence[str], note: bytes, to: int = 0) -> None:
-        """Send files of `folder`, and a note, to the rank `to`."""
+    def send(self, folder: Path, digests: Mapping[str, str], note: bytes, to: Sequence[int] = (0,)) -> None:
+        """Send files of `folder`, each with its digest, and a note, to the ranks `to`."""
         with contextlib.ExitStack() as stack:  # all are open before one is announced
-            files = [stack.enter_context((folder / name).open("rb")) for name in names]
-            sizes = {name: os.fstat(file.fileno()).st_size for name, file in zip(names, files, strict=True)}
-            parcel = msgspec.json.encode(Parcel(note, sizes))
+            files = {name: stack.enter_context((folder / name).open("rb")) for name in digests}
+            sizes = {name: os.fstat(file.fileno()).st_size for name, file in files.items()}
+            parcel = msgspec.json.encode(Parcel(note, {name: (sizes[name], digests[name]) for name in sizes}))
             self._send(torch.tensor([len(parcel)]), to)
             self._send(torch.frombuffer(bytearray(parcel), dtype=torch.uint8), to)
-            for file in files:
+            for file in files.values():
                 while chunk := file.read(CHUNK_BYTES):
                     self._send(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), to)
 
-    def receive(self, folder: Path, sender: int) -> tuple[bytes, OSError | None]:
-        """Write the files that `sender` sends into `folder`; return its note, and what the disk refused."""
+    def receive(self, folder: Path, sender: int) -> tuple[bytes, OSError | CheckpointError | None]:
+        """Write the files that `sender` sends into `folder`.
+
+        Returns:
+            Its note; and what the disk refused, or which file did not arrive as its digest says.
+        """
         length = torch.zeros(1, dtype=torch.long)
         self._receive(length, sender)
         encoded = torch.empty(int(length), dtype=torch.uint8)
         self._receive(encoded, sender)
         parcel = msgspec.json.decode(encoded.numpy().tobytes(), type=Parcel)
-        problem: OSError | None = None
-        for name, size in parcel.sizes.items():
+        problem: OSError | CheckpointError | None = None
+        for name, (size, wanted) in parcel.files.items():
             chunks = self._chunks(size, sender)
             try:
-                _write(folder / name, chunks)
+                digest = _write(folder / name, chunks)
             except OSError as error:
                 problem = problem or error
                 for _ in chunks:  # the sender knows nothing of it
                     pass
+                continue
+            if digest != wanted:
+                where = f"{folder / name} came damaged from rank {sender} to node {socket.gethostname()}"
+                problem = problem or CheckpointError(f"{where}: its digest is {digest}, not {wanted}")
         return parcel.note, problem
 
     def _chunks(self, size: int, sender: int) -> Iterator[memoryview]:
@@ -167,19 +184,64 @@ class NodeFolders:
             self._receive(chunk_B, sender)
             yield chunk_B.numpy().data
 
-    def _send(self, values: torch.Tensor, to: int) -> None:
-        dist.send(values, to, group=self._group)
+    def _await_all(self, folder: Path, num_bytes: int) -> None:
+        """Wait until all ranks are here: files on their way take longer than a collective may."""
+        assert self._group is not None, "there are several folders"
+        options = dist.AllreduceOptions()
+        within_s = LENT_S + num_bytes / SLOWEST_BYTES_PER_S
+        options.timeout = timedelta(seconds=within_s)
+        try:
+            self._group.allreduce([torch.ones(1)], options).wait(options.timeout)
+        except RuntimeError as error:
+            size = f"{num_bytes / 1e9:.3g} GB"
+            raise CheckpointError(
+                f"{folder} did not come to all nodes: {size}, at most {within_s:.0f} s: {error}",
+                hint="See the log of each rank",
+            ) from error
+
+    def _send(self, values: torch.Tensor, to: Sequence[int]) -> None:
+        for work in [dist.isend(values, one, self._group) for one in to]:
+            assert work is not None, "every rank is in the group"
+            work.wait()
 
     def _receive(self, values: torch.Tensor, sender: int) -> None:
         dist.recv(values, sender, group=self._group)
 
 
-def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+def _leave_mark(ranks: Ranks, mark: Path) -> None:
+    """Leave this rank's mark; raise ConfigError on every rank if one cannot. Collective."""
+    mine = ""
+    try:
+        mark.touch()
+    except OSError as error:
+        mine = f"rank {ranks.rank} on node {socket.gethostname()}: {error.strerror}"
+    slots = [bytes(REASON_BYTES)] * ranks.world_size
+    slots[ranks.rank] = mine.encode()[: REASON_BYTES - 1].ljust(REASON_BYTES, b"\0")
+    reasons = ranks.merge_bytes(b"".join(slots)).decode(errors="replace").split("\0")
+    if any(reasons):
+        with contextlib.suppress(OSError):
+            mark.unlink()
+        raise ConfigError(
+            f"{mark.parent} cannot be written: {'; '.join(filter(None, reasons))}",
+            hint="Every rank of the learner writes checkpoints: make run.dir writable on each node",
+        )
 
 
-def _write(path: Path, chunks: Iterator[memoryview]) -> None:
+def _remove_leftovers(root: Path) -> None:
+    """Remove marks, and what a start that was killed has written or been lent."""
+    for path in (path for pattern in LEFTOVERS for path in root.glob(pattern)):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _write(path: Path, chunks: Iterator[memoryview]) -> str:
+    """Write a file; return its xxh3-128 digest, hex."""
+    digest = xxhash.xxh3_128()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         for chunk in chunks:
+            digest.update(chunk)
             file.write(chunk)
+    return digest.hexdigest()

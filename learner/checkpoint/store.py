@@ -263,6 +263,11 @@ def digest_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def digests_of(folder: Path) -> dict[str, str]:
+    """Return the digest of each file of a sealed checkpoint, by path in `folder`, as its manifest says."""
+    return _read_body(folder).files
+
+
 def _digest(body: Mapping[str, object]) -> str:
     return str(xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode()))
 

@@ -143,7 +143,7 @@ class BackgroundWriter:
         """Tell rank 0 that this rank is done, and bring it the files that it does not see."""
         folders = self._folders
         if folders is not None and folders.is_blind:
-            folders.send(folder, [*mark.digests], msgspec.json.encode(mark))
+            folders.send(folder, mark.digests, msgspec.json.encode(mark))
             for name in mark.digests:
                 with contextlib.suppress(OSError):  # rank 0 has it
                     (folder / name).unlink()

@@ -231,6 +231,20 @@ def test_syncing_is_not_held_against_a_replica_while_there_are_no_weights_to_be_
     assert started(world).count("rollout.0") == 1
 
 
+def test_a_learner_whose_checkpoint_is_on_its_way_to_other_nodes_has_as_long_as_it_says() -> None:
+    world = World(FleetRules(num_ranks=2, start_deadline_s=30.0))
+    world.tell(Begin(0))
+    world.bring_up("buffer.0", "weight_sync.0", "publisher.0")
+    world.states["learner.0"] = world.states["learner.1"] = "SYNCING"
+    world.wait(100.0)
+    assert started(world).count("learner.0") == 1
+    world.states["learner.0"] = world.states["learner.1"] = "STARTING"
+    world.wait(29.0)
+    assert started(world).count("learner.0") == 1, "the load begins to count when the files are there"
+    world.wait(3.0)
+    assert started(world).count("learner.0") == 2
+
+
 def test_scaling_ends_the_newest_by_draining_and_takes_up_their_indices_later() -> None:
     world = make_world(replicas=3)
     world.taken.clear()
