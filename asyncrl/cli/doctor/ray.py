@@ -186,7 +186,7 @@ def _check_nodes(address: str) -> Iterator[Finding]:
     try:
         membership.join(address, "asyncrl-doctor")
         nodes = {node.id: node for node in membership.living_nodes()}
-        answers = membership.ask_every_node(take_inventory, (), deadline_s=INVENTORY_S)
+        answers = membership.ask_nodes(nodes, take_inventory, (), deadline_s=INVENTORY_S)
         ours = answers.pop(membership.home_node(), "is not among the living nodes")
     except (AsyncrlError, ray.exceptions.RayError, RuntimeError, ValueError) as error:
         why = " ".join(str(error.__cause__ or error).split())
@@ -199,7 +199,7 @@ def _check_nodes(address: str) -> Iterator[Finding]:
     if isinstance(ours, str):
         yield Finding("this node", "fail", f"it {ours}", "Start its Ray in the environment of this Python")
         return
-    others = {nodes[node].address if node in nodes else node: found for node, found in answers.items()}
+    others = {nodes[node].address: found for node, found in answers.items()}
     problems = list(find_differences(ours, others, {}))
     told = "; ".join(problems) or "the same packages and the same asyncrl on every node"
     yield judge("packages of nodes", told, not problems, "Install the same on every node", "fail")

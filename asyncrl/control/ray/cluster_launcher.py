@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 WAITING = ServiceState.WAITING
 """The state of a service that no node has room for."""
-TRY_EVERY_S = 2.0
+TRY_EVERY_S, ASK_EVERY_S = 2.0, 1.0
+"""Between two tries to place services that wait; two looks for the nodes of services that start."""
 RANK = "learner."
 TROUBLED = (ServiceState.DEAD, ServiceState.FAILED, ServiceState.SILENT)
 
@@ -53,11 +54,14 @@ class ClusterLauncher:
         self._clean = clean
         self._waiting: dict[str, tuple[ServiceSpec, str]] = {}
         self._addresses: dict[str, str] = {}
-        self._tried_at = 0.0
+        self._living: Sequence[Node] = ()
+        self._tried_at = self._asked_at = float("-inf")
 
     def start(self, spec: ServiceSpec) -> None:
         """Begin to start a service where there is room, or have it wait."""
-        self._place(spec, self._nodes())
+        if time.monotonic() - self._asked_at >= ASK_EVERY_S:
+            self._living, self._asked_at = self._nodes(), time.monotonic()
+        self._place(spec, self._living)
 
     def _place(self, spec: ServiceSpec, nodes: Sequence[Node]) -> None:
         was_waiting = self._waiting.pop(spec.name, None) is not None

@@ -170,10 +170,10 @@ class RayLauncher:
             why = f"{type(error.cause).__name__}: {error.cause}"
             return ServiceStatus(state=ServiceState.FAILED, error=f"its status failed: {why}")
         except (ray.exceptions.ActorUnschedulableError, ray.exceptions.RuntimeEnvSetupError) as error:
-            return ServiceStatus(state=ServiceState.DEAD, error=_first_line(error))
+            return ServiceStatus(state=ServiceState.DEAD, error=lines_of(error)[0])
         except ray.exceptions.RayError as error:  # an answer that was lost, say; the next pulse asks again
             self.counters["lost_statuses"] += 1
-            log.warning("Ray has lost the status of %s: %s", name, _first_line(error))
+            log.warning("Ray has lost the status of %s: %s", name, lines_of(error)[0])
             return ServiceStatus(state=ServiceState.SILENT)
         try:
             return read_status(kind_of(name), told)
@@ -198,7 +198,7 @@ class RayLauncher:
                 raise ServiceFailed(cause.message, hint=cause.hint) from error
             raise ServiceFailed(f"{name} failed '{command.word}': {type(cause).__name__}: {cause}") from error
         except ray.exceptions.RayError as error:
-            raise ServiceFailed(f"{name} failed '{command.word}': {_first_line(error)}") from error
+            raise ServiceFailed(f"{name} failed '{command.word}': {lines_of(error)[0]}") from error
         try:
             return read_answer(command, told)
         except WireError as error:
@@ -232,13 +232,14 @@ class RayLauncher:
             ray.kill(actor)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def lines_of(error: Exception) -> list[str]:
+    """Return the lines of an error's text, or its class."""
+    return (str(error).strip() or type(error).__name__).splitlines()
 
 
 def _death_of(error: Exception) -> str:
     """Return Ray's details of an actor's death, without the standard first line."""
-    first, *lines = str(error).strip().splitlines()
+    first, *lines = lines_of(error)
     said = [line for line in lines if line.strip() and not line.startswith("\t")]
     if any(HUNG_UP in line for line in said):
         return KILLED

@@ -11,6 +11,7 @@ import errno
 import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from asyncrl.control.machine.processes import (
     remove_segments,
 )
 from asyncrl.control.ray.inventory import Inventory, find_differences, needed_paths, take_inventory
-from asyncrl.control.ray.launcher import set_up_ray
+from asyncrl.control.ray.launcher import lines_of, set_up_ray
 from asyncrl.control.ray.placement import Node
 from asyncrl.control.record.live import Start
 from asyncrl.core.config.tree import Config
@@ -36,7 +37,7 @@ NEEDS_TOKEN = "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH as for its 'ray s
 CHECK_DEADLINE_S = 120.0
 """A node's first task starts a worker, which imports torch's metadata and xxhash: about 3 s when idle."""
 SWEEP_DEADLINE_S = 30.0
-ANSWER_S = 0.5
+ANSWER_S, MAX_PROBES = 0.5, 64
 CLEAN_DEADLINE_S = 15.0
 
 
@@ -55,7 +56,7 @@ def join(address: str, namespace: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         is_refused = "AuthenticationError" in f"{error!r} {error.__cause__}"  # of which it holds the text
         raise ConfigError(
-            f"launcher.ray: this machine cannot join the Ray cluster at {address}: {_first_line(error)}",
+            f"launcher.ray: this machine cannot join the Ray cluster at {address}: {lines_of(error)[0]}",
             hint=NEEDS_TOKEN if is_refused else "Start its node with: ray start --address=HOST:PORT",
         ) from error
 
@@ -84,6 +85,9 @@ def living_nodes() -> list[Node]:
     """Return the cluster's nodes that are alive, by address."""
     import ray
 
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    with ThreadPoolExecutor(MAX_PROBES) as pool:  # a silent one keeps no other waiting
+        refusing = pool.map(lambda one: _refuses(one["NodeManagerAddress"], one["NodeManagerPort"]), alive)
     found = [
         Node(
             id=str(node["NodeID"]),
@@ -91,8 +95,8 @@ def living_nodes() -> list[Node]:
             cpus=float(node["Resources"].get("CPU", 0.0)),
             gpus=float(node["Resources"].get("GPU", 0.0)),
         )
-        for node in ray.nodes()
-        if node["Alive"] and not _refuses(str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
+        for node, refuses in zip(alive, refusing, strict=True)
+        if not refuses
     ]
     return sorted(found, key=lambda node: (node.address, node.id))
 
@@ -111,27 +115,21 @@ def check_nodes(config: Config) -> None:
         ConfigError: Nodes differ; the message has a line for each difference.
     """
     keys, home = needed_paths(config), home_node()
-    found = ask_every_node(take_inventory, tuple(keys.values()), deadline_s=CHECK_DEADLINE_S)
     names = {node.id: f"{node.address} ({node.id[:6]})" for node in living_nodes()}
+    found = ask_nodes(names, take_inventory, tuple(keys.values()), deadline_s=CHECK_DEADLINE_S)
     ours = found.pop(home)
     if isinstance(ours, str):
         raise ConfigError(f"launcher.ray: this node cannot run a task: {ours}")
-    others: dict[str, Inventory | str] = {names.get(node, node): one for node, one in found.items()}
-    problems = list(find_differences(ours, others, keys))
-    if problems:
+    others: dict[str, Inventory | str] = {names[node]: one for node, one in found.items()}
+    if problems := list(find_differences(ours, others, keys)):
         raise ConfigError("\n".join(problems), hint="Every node needs the same packages, model and data")
     log.info("%d nodes have the same packages, model and data", 1 + len(others))
-
-
-def ask_every_node(function: Callable[..., T], *args: object, deadline_s: float) -> dict[str, T | str]:
-    """Run `function` on every node; return what it returned by node id, or a text that says what failed."""
-    return ask_nodes([node.id for node in living_nodes()], function, *args, deadline_s=deadline_s)
 
 
 def ask_nodes(
     nodes: Iterable[str], function: Callable[..., T], *args: object, deadline_s: float
 ) -> dict[str, T | str]:
-    """Run `function` on some nodes, see `ask_every_node`."""
+    """Run `function` on some nodes; return what it returned by node id, or a text that says what failed."""
     import ray
     import ray.exceptions
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -147,7 +145,7 @@ def ask_nodes(
         try:
             answers[pending[reference]] = ray.get(reference)
         except ray.exceptions.RayError as error:
-            answers[pending[reference]] = f"cannot run asyncrl: {_last_line(error)}"
+            answers[pending[reference]] = f"cannot run asyncrl: {lines_of(error)[-1]}"
     return answers
 
 
@@ -251,11 +249,3 @@ def sweep_node(starts: Sequence[Start]) -> tuple[int, int]:
         ended += end_leftovers(start.run_id)
         segments += len(remove_leftovers(start.run_id, Path(start.sockets)))
     return ended, segments
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _last_line(error: Exception) -> str:
-    return next(reversed(str(error).strip().splitlines()), type(error).__name__)

@@ -92,6 +92,7 @@ class Placement:
         self._reserved: set[str] = set()  # ranks with room that were not started there yet
         self._claims: dict[str, Claim] = {}
         self._claims_on: dict[str, dict[str, Claim]] = {}
+        self._sums: dict[str, tuple[float, float]] = {}  # of claims on a node, until one changes
 
     def choose(self, nodes: Sequence[Node], name: str, cpus: float = 0.0, gpus: float = 0.0) -> str:
         """Return the id of the node for the service `name`, and remember it until `forget`.
@@ -128,6 +129,7 @@ class Placement:
         """Free the resources reserved for `name`, if any."""
         if (claim := self._claims.pop(name, None)) is not None:
             del self._claims_on[claim.node][name]
+            self._sums.pop(claim.node, None)
 
     def recall(self, name: str, node: str) -> None:
         """Record that a service, placed by an earlier supervisor, lives on `node`."""
@@ -175,6 +177,7 @@ class Placement:
         self.forget(name)
         claim = self._claims[name] = Claim(node, cpus, gpus)
         self._claims_on.setdefault(node, {})[name] = claim
+        self._sums.pop(node, None)
         return node
 
     def _count_fitting(self, node: Node, *needs: float) -> int:
@@ -184,8 +187,10 @@ class Placement:
         return max(0, min(counts, default=len(self._ranks)))
 
     def _free(self, node: Node) -> tuple[float, float]:
-        claims = self._claims_on.get(node.id, {}).values()
-        cpus, gpus = sum(claim.cpus for claim in claims), sum(claim.gpus for claim in claims)
+        if node.id not in self._sums:  # one that waits asks every node, again and again
+            claims = self._claims_on.get(node.id, {}).values()
+            self._sums[node.id] = sum(claim.cpus for claim in claims), sum(claim.gpus for claim in claims)
+        cpus, gpus = self._sums[node.id]
         return node.cpus - cpus, node.gpus - gpus
 
     def _count_replicas(self, node: Node) -> int:

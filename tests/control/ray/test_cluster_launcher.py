@@ -115,6 +115,19 @@ def test_services_are_started_on_the_nodes_that_were_chosen(
     assert inner.running == {"buffer.0": "home", "rollout.0": "b", "receiver.0": "b"}
 
 
+def test_services_that_start_one_after_another_look_for_the_nodes_once_a_while(
+    inner: MemoryLauncher, cleaned: Cleaned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([[HOME], [HOME, OTHER]])
+    launcher = ClusterLauncher(inner, Placement("home", CLUSTER), lambda: next(looks), cleaned)
+    monkeypatch.setattr(cluster_launcher, "ASK_EVERY_S", 600.0)
+    for index in range(5):
+        launcher.start(spec(f"rollout.{index}"))
+    monkeypatch.setattr(cluster_launcher, "ASK_EVERY_S", 0.0)
+    launcher.start(spec("rollout.5"))
+    assert inner.running == {f"rollout.{index}": "home" for index in range(5)} | {"rollout.5": "b"}
+
+
 def test_a_replica_without_room_waits_and_is_started_when_a_node_joins(
     launcher: ClusterLauncher, inner: MemoryLauncher, nodes: list[Node]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import ValuesView
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,28 @@ def test_a_replica_of_a_node_that_is_gone_goes_to_another() -> None:
     placement.choose(NODES, "receiver.0")
     assert placement.choose((HOME, C), "rollout.0") == "home"
     assert placement.choose((HOME, C), "receiver.0") == "home"
+
+
+class ReadClaims(dict[str, Claim]):
+    """The claims on a node, which count how often they were added up."""
+
+    num_reads = 0
+
+    def values(self) -> ValuesView[Claim]:
+        self.num_reads += 1
+        return super().values()
+
+
+def test_replicas_that_wait_do_not_add_up_the_claims_of_every_node() -> None:
+    placement, node = Placement("home", LIGHT), Node("b", "10.0.0.2", cpus=8.0)
+    place(placement, 8, (node,), cpus=1.0)
+    claims = placement._claims_on["b"] = ReadClaims(placement._claims_on["b"])
+    for index in range(8, 40):
+        with pytest.raises(ConfigError, match=r"10\.0\.0\.2 has 0 of 8 CPUs"):
+            placement.choose((node,), f"rollout.{index}", cpus=1.0)
+    assert claims.num_reads == 1
+    placement.forget("rollout.3")
+    assert placement.choose((node,), "rollout.39", cpus=1.0) == "b"
 
 
 def test_a_place_that_is_given_back_is_given_out_again() -> None:

@@ -77,3 +77,18 @@ def test_a_raylet_that_refuses_connections_is_gone_and_one_that_is_silent_is_not
             caller.connect_ex(("127.0.0.1", port))
         assert not membership._refuses("127.0.0.1", port)
     assert membership._refuses("127.0.0.1", port)
+
+
+def test_nodes_are_tried_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them is silent until all are asked, and every third one refuses then."""
+    facts = {"NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 4.0}}
+    told = [facts | {"Alive": at != 8, "NodeID": f"n{at}", "NodeManagerPort": at} for at in range(9)]
+    asked = threading.Barrier(8)
+
+    def refuses(host: str, port: int) -> bool:
+        asked.wait(30.0)
+        return port % 3 == 0
+
+    monkeypatch.setattr("ray.nodes", lambda: told)
+    monkeypatch.setattr(membership, "_refuses", refuses)
+    assert [node.id for node in membership.living_nodes()] == ["n1", "n2", "n4", "n5", "n7"]

@@ -54,6 +54,7 @@ ALLOWED = {
     "asyncrl/control/ray/supervisor_watchdog.py": LAUNCH,
     "asyncrl/control/machine/processes.py": LAUNCH,
     "asyncrl/control/ray/launcher.py": LAUNCH,
+    "asyncrl/control/ray/membership.py": LAUNCH,
     "asyncrl/cli/run/start.py": LAUNCH,
     "asyncrl/page/feed.py": OUTSIDE,
     "asyncrl/control/record/sinks/services/mlflow.py": OUTSIDE,
