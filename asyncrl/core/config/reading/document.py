@@ -8,16 +8,19 @@ knows nothing of what the keys mean.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import MarkedYAMLError, StreamMark, YAMLError
-from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from asyncrl.core.config.plain import JsonObject, JsonValue
 from asyncrl.core.config.reading.problems import ORIGIN, KeyPath, Places, Problem
 
 MAX_DEPTH = 8
+MAX_COMPOSED = 40
+"""Levels after which nothing more of a text is read: what is too deep before is told with all else."""
 TOO_DEEP = f"values are nested deeper than {MAX_DEPTH} levels"
 TAG = "tag:yaml.org,2002:"
 PLAIN_TAGS = {TAG + name for name in ("str", "timestamp", "merge", "value")}
@@ -32,6 +35,23 @@ class Document:
     problems: list[Problem] = field(default_factory=list)
 
 
+class _Composer(Composer):
+    """Gives up early: each level takes the scanner longer than the one above it."""
+
+    level = 0
+    too_deep: StreamMark
+
+    def compose_node(self, parent: Node | None, index: Any) -> Any:
+        if self.level == MAX_DEPTH + 1:
+            self.too_deep = self.parser.peek_event().start_mark
+        elif self.level == MAX_COMPOSED:
+            raise RecursionError(self.too_deep)
+        self.level += 1
+        node = super().compose_node(parent, index)
+        self.level -= 1
+        return node
+
+
 def read_document(text: str, origin: str, is_file: bool = True) -> Document:
     """Return the values in `text`.
 
@@ -41,26 +61,17 @@ def read_document(text: str, origin: str, is_file: bool = True) -> Document:
         is_file: Whether places name a line and column after `origin`.
     """
     reader = _Reader(Document(Places(origin)), origin, is_file)
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Composer = _Composer
     try:
-        node = YAML(typ="safe", pure=True).compose(text)
+        node = yaml.compose(text)
         if node is not None:
             reader.document.values = reader.read(node, ())
     except YAMLError as error:
         reader.document.problems.append(_syntax_problem(error, reader))
-    except RecursionError:  # `compose` calls itself for each level
-        reader.complain(_find_too_deep(text), TOO_DEEP)
+    except RecursionError as error:
+        reader.complain(error.args[0], TOO_DEEP)
     return reader.document
-
-
-def _find_too_deep(text: str) -> StreamMark:
-    """Return where the first value begins that is nested too deep."""
-    depth = 0
-    for event in YAML(typ="safe", pure=True).parse(text):
-        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-        if depth > MAX_DEPTH + 1:  # the document's own map has no path
-            break
-    mark: StreamMark = event.start_mark
-    return mark
 
 
 def overlay(below: Document, above: Document) -> None:
