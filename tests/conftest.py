@@ -17,11 +17,16 @@ import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import leftovers
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadFileScheduling
 
 # Before torch: on tensors of a few hundred elements its threads take three times as long as one does.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -51,6 +56,35 @@ SLOWEST_FIRST = (
     "tests/control/ray",
 )
 """Folders, so that no worker begins with what takes longest when the others are done."""
+TOGETHER = {
+    "learner ranks": (
+        "tests/learner/backends/test_parallel.py",
+        "tests/learner/backends/fsdp2/test_fsdp2_parallel.py",
+        "tests/learner/checkpoint/test_checkpoint_layouts.py",
+        "tests/weight_sync/memory/test_publisher_client.py",
+        "tests/weight_sync/memory/test_sharded_publish.py",
+    ),
+    "engines": (
+        "tests/rollout/engine/test_vllm_engine.py",
+        "tests/rollout/engine/test_weight_families.py",
+        "tests/rollout/gateway/test_gateway.py",
+    ),
+}
+"""Files whose tests fork from one process, which imports for six seconds: one worker runs them."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByProcess(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((name for name, files in TOGETHER.items() if file in files), file)
+
+    return ByProcess(config, log)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

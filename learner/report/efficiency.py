@@ -6,6 +6,7 @@ counted.
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Mapping
@@ -121,6 +122,7 @@ def find_peak_flops(dtype: str) -> float:
     return measure_peak_flops(getattr(torch, dtype), "cuda" if torch.cuda.is_initialized() else "cpu")
 
 
+@functools.cache
 def measure_peak_flops(dtype: torch.dtype, device: str) -> float:
     """Return the best rate at which this process multiplies two square matrices, in FLOPs per second."""
     matrix = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE, dtype=dtype, device=device)

@@ -9,6 +9,7 @@ from asyncrl import __version__
 from asyncrl.cli.exits import code_of
 from asyncrl.cli.run.client import NotRunning
 from asyncrl.core.errors import ConfigError, DataError, DeadlineExceeded, ServiceFailed
+from tests.cli.commands import calling
 from tests.setup.suite.core_alone import needs_all
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,11 +74,14 @@ def test_the_version_is_printed(tmp_path):
         ),
     ],
 )
-def test_a_refused_command_is_one_message_on_stderr_and_an_exit_code(tmp_path, arguments, code, said):
-    done = asyncrl(*arguments, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_refused_command_is_one_message_on_stderr_and_an_exit_code(
+    tmp_path, monkeypatch, arguments, code, said
+):
+    monkeypatch.chdir(tmp_path)
+    done = calling.asyncrl(*arguments)
+    assert (done.code, done.out) == (code, "")
+    assert said in done.err
+    assert "Traceback" not in done.err
     assert not list(tmp_path.iterdir()), "nothing was started or written"
 
 

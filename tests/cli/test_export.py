@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import CheckpointError, ConfigError
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.export import export_run
+from tests.cli.commands.calling import asyncrl
 from tests.different import assert_all_differ, digests_of
 from tests.learner.parts.samples import save_model
 from tests.learner.parts.training import open_backend, train
 
-ROOT = Path(__file__).resolve().parents[2]
 STEP, EARLIER_STEP = 4, 2
 PROMPT = [5, 17, 3, 99, 42]
 
@@ -32,18 +31,6 @@ prompts = [{"prompt_token_ids": json.loads(sys.argv[2])}]
 answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8, detokenize=False))
 print("tokens", json.dumps(list(answers[0].outputs[0].token_ids)))
 """
-
-
-def export(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "asyncrl.cli", "export", *arguments],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def write_run(folder, model, dtype):
@@ -78,11 +65,12 @@ def run(tmp_path_factory):
     return runs, write_run(runs / "mine", model, "bfloat16")
 
 
-def test_the_export_is_bit_for_bit_what_the_learner_held_and_transformers_runs_it(run, tmp_path):
+def test_the_export_is_bit_for_bit_what_the_learner_held_and_transformers_runs_it(run, tmp_path, monkeypatch):
     runs, weights = run
-    done = export("mine", "--step", str(STEP), "--to", "out/model", "--dir", str(runs), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "out/model"
+    monkeypatch.chdir(tmp_path)
+    done = asyncrl("export", "mine", "--step", str(STEP), "--to", "out/model", "--dir", runs)
+    assert done.code == 0, done.err
+    assert done.out.strip() == "out/model"
     exported = load_file(tmp_path / "out/model/model.safetensors")
     assert digests_of(exported) == digests_of(weights[STEP])
     from transformers import AutoModelForCausalLM
@@ -116,10 +104,10 @@ def test_an_unknown_run_or_step_is_an_error_that_names_what_there_is(run, name, 
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_is_one_message_and_code_2(run, tmp_path):
-    done = export("mine", "--step", "3", "--dir", str(run[0]), cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "asyncrl: run 'mine' has no checkpoint of step '3'. There are: 2, 4\n"
+def test_an_error_is_one_message_and_code_2(run):
+    done = asyncrl("export", "mine", "--step", "3", "--dir", run[0])
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "asyncrl: run 'mine' has no checkpoint of step '3'. There are: 2, 4\n"
 
 
 def test_an_altered_checkpoint_is_not_exported(run, tmp_path):

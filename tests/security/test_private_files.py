@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -18,7 +18,7 @@ from asyncrl.control.record.rundir import write_json
 from asyncrl.core.config.tree import Config
 from asyncrl.core.files.private import keep_others_out
 from asyncrl.core.sockets.keys import make_run_keys, write_client_keys
-from tests.other_user import CHECKOUT
+from rollout_service.engine.vllm.environment import prepare_environment
 
 
 @pytest.fixture(params=[0o000, 0o002, 0o077])
@@ -62,20 +62,15 @@ def test_nobody_else_can_open_what_a_run_makes(tmp_path: Path, hostile_umask: in
         assert not stat.S_IMODE(path.stat().st_mode) & ((0o022 if may_read else 0o077) | hostile_umask)
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "from asyncrl.core.files.private import keep_others_out; keep_others_out()",
-        "from rollout_service.engine.vllm.environment import prepare_environment; prepare_environment(False)",
-    ],
-)
-def test_compiled_code_is_read_from_no_folder_that_others_could_have_made(tmp_path: Path, first: str) -> None:
-    program = f"{first}; from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
-    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
-    environment = {**kept, "HOME": str(tmp_path), "TMPDIR": "/tmp"}
-    command = [sys.executable, "-c", program]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=CHECKOUT)
-    assert Path(told.stdout.strip()).is_relative_to(tmp_path)
+@pytest.mark.parametrize("prepare", [keep_others_out, partial(prepare_environment, has_gpu=False)])
+def test_compiled_code_is_read_from_no_folder_that_others_could_have_made(
+    tmp_path: Path, prepare: Callable[[], None]
+) -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    with mock.patch.dict(os.environ, {"HOME": str(tmp_path), "TMPDIR": "/tmp"}, clear=True):
+        prepare()
+        assert Path(cache_dir()).is_relative_to(tmp_path)
 
 
 class Stopped(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tests.simulation.coverage.measure import Coverage, report
 from tests.simulation.mutation import Mutant, mutated
@@ -55,7 +55,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def play_seeds(
-    scope: Scope, seeds: range, faults: str | None = None, mutant: Mutant | None = None
+    scope: Scope, seeds: Iterable[int], faults: str | None = None, mutant: Mutant | None = None
 ) -> Iterator[Outcome]:
     """Play seeds one after another; those of a mutant are of its class."""
     for seed in seeds:

@@ -13,19 +13,26 @@ from tests.simulation.scopes import GENERAL, SCOPES
 from tests.simulation.unit_mutants import UNIT_MUTANTS, UNIT_TESTS
 
 ALL = [(scope.name, mutant.name) for scope in SCOPES.values() for mutant in scope.mutants]
-QUICK = [
-    *(("sync", "digests"), ("sync", "serving_told"), ("sync", "rounds_once"), ("sync", "abandoned")),
-    *(("supervision", "kill_first"), ("supervision", "fleet_saved"), ("supervision", "promise_kept")),
-]
+QUICK = {
+    ("sync", "digests"): 0,
+    ("sync", "serving_told"): 1,
+    ("sync", "rounds_once"): 0,
+    ("sync", "abandoned"): 82,
+    ("supervision", "kill_first"): 0,
+    ("supervision", "fleet_saved"): 0,
+    ("supervision", "promise_kept"): 17,
+}
+"""Mutants, and the seed that is played first."""
 NUM_AIMED, NUM_GENERAL = 200, 2000
 MUTANTS = [*(mutant for scope in SCOPES.values() for mutant in scope.mutants), *UNIT_MUTANTS]
 
 
-def first_found(scope: str, name: str) -> int | None:
-    """Return the first seed at which a mutant breaks a promise."""
+def first_found(scope: str, name: str, first: int = 0) -> int | None:
+    """Return the first seed, from `first` on and then from 0, at which a mutant breaks a promise."""
     mutant = SCOPES[scope].mutant(name)
     most = NUM_GENERAL if mutant.faults == GENERAL else NUM_AIMED
-    outcomes = play_seeds(SCOPES[scope], range(most), None, mutant)
+    seeds = [*range(first, most), *range(first)]
+    outcomes = play_seeds(SCOPES[scope], seeds, None, mutant)
     return next((one.seed for one in outcomes if one.broken), None)
 
 
@@ -47,7 +54,7 @@ def test_a_mutant_is_gone_after_its_seed() -> None:
 
 @pytest.mark.parametrize(("scope", "name"), QUICK)
 def test_a_guard_that_is_taken_out_is_missed(scope: str, name: str) -> None:
-    assert first_found(scope, name) is not None
+    assert first_found(scope, name, QUICK[scope, name]) is not None
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from tests.simulation.outcome import Outcome
 from tests.simulation.scopes import SCOPES
 
 CASES = [(scope.name, faults) for scope in SCOPES.values() for faults in scope.classes]
-NUM_SEEDS, NUM_SAME, NUM_LONG_SEEDS = 2, 4, 1500
+NUM_SEEDS, NUM_SAME, NUM_LONG_SEEDS = 1, 4, 1500
 LEAST_EVENTS = 300
 DIGESTS = """
 import logging

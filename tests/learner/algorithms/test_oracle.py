@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.oracle.__main__ import main
 from tests.oracle.families import ADVANTAGE_NAMES, FAMILIES, JUDGED, run_case
 from tests.oracle.vectors import read_cases
 
@@ -67,21 +67,17 @@ def test_a_wrong_number_is_a_miss():
 
 
 @pytest.mark.parametrize("has_miss", [False, True])
-def test_the_command_prints_a_line_per_function_and_fails_on_a_miss(tmp_path, has_miss):
+def test_the_command_prints_a_line_per_function_and_fails_on_a_miss(tmp_path, capsys, monkeypatch, has_miss):
     text = PREFIX.with_name("oracle.json").read_text()
     if has_miss:
         text = text.replace('"strict":1.0', '"strict":0.5')
     (tmp_path / "set.json").write_text(text)
     (tmp_path / "set.npz").write_bytes(PREFIX.with_name("oracle.npz").read_bytes())
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.oracle", str(tmp_path / "set")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    *lines, last = ran.stdout.splitlines()
+    monkeypatch.setattr(sys, "argv", ["tests.oracle", str(tmp_path / "set")])
+    code = main()
+    *lines, last = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines if "missed" not in line} == set(FAMILIES)
-    assert ran.returncode == int(has_miss)
+    assert code == int(has_miss)
     assert last.endswith(f"of {len(CASES)} cases passed")
     assert last.startswith(f"{len(CASES)} ") is not has_miss
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -82,10 +82,10 @@ CONSTRUCTED = (
 """What takes the runtime of its process, and what can do without in a program of a user's own."""
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+@functools.cache
+def sources() -> tuple[tuple[str, ast.Module], ...]:
+    files = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
+    return tuple((str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in files)
 
 
 def is_forbidden(module: str, name: str | None) -> bool:

@@ -8,7 +8,6 @@ knows nothing of what the keys mean.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.composer import Composer
@@ -41,13 +40,13 @@ class _Composer(Composer):
     level = 0
     too_deep: StreamMark
 
-    def compose_node(self, parent: Node | None, index: Any) -> Any:
+    def compose_node(self, parent: Node | None, index: int) -> Node:
         if self.level == MAX_DEPTH + 1:
             self.too_deep = self.parser.peek_event().start_mark
         elif self.level == MAX_COMPOSED:
             raise RecursionError(self.too_deep)
         self.level += 1
-        node = super().compose_node(parent, index)
+        node: Node = super().compose_node(parent, index)
         self.level -= 1
         return node
 
