@@ -44,9 +44,11 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_task_events_report_interval_ms": "0",
+    **dict.fromkeys(("RAY_prestart_worker_first_driver", "RAY_enable_worker_prestart"), "0"),
 }
-"""Settings of Ray. Task events are off: with them `gcs_server` keeps 4.3 KB of each actor call for the
-dashboard, 5.5 MB a minute of a run, without them 0.1 KB (Ray 2.60, over 3,000 and 13,000 calls)."""
+"""Settings of Ray. It starts no process for each CPU ahead, which no service could use. Task events are off:
+with them `gcs_server` keeps 4.3 KB of each actor call for the dashboard, 5.5 MB a minute of a run, without
+them 0.1 KB (Ray 2.60, over 3,000 and 13,000 calls)."""
 
 RAY = "ray"
 """The folder of Ray's sessions, in a run's private one."""
