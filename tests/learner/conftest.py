@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before torch: Megatron would compile on the CPU
 
 
-MANY_DESCRIPTORS = 256  # a model's groups hold 64, in cycles: without this, hundreds of tests hold 2,000
+MANY_DESCRIPTORS = 512  # a model's groups hold 64, in cycles: without this, hundreds of tests hold 2,000
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ OF_TWO = {
     "tp_sequence_parallel": {"tp": 2, "recompute": "full"},
     "dp": {"dp": 2},
     "dp_overlap": {"dp": 2, "overlap": True, "max_tokens_per_microbatch": 64},
-    "pp": {"pp": 2, "max_tokens_per_microbatch": 64},
     "vpp": {"pp": 2, "vpp": 2, "max_tokens_per_microbatch": 64},
     "cp": {"cp": 2, "max_tokens_per_microbatch": 200, "recompute": "selective"},
 }
@@ -46,7 +45,7 @@ def two_ranks(model, tied, cluster, tmp_path_factory):
     """Train in two processes, all layouts, and return the folder of results."""
     jobs = [{"name": name, "model": model, "changes": changes} for name, changes in OF_TWO.items()]
     jobs += [
-        {"name": "tied", "model": tied, "changes": {"pp": 2}},
+        {"name": "tied", "model": tied, "changes": {"pp": 2, "max_tokens_per_microbatch": 64}},
         {"name": "resume", "kind": "resume", "model": model, "changes": OF_TWO["dp_overlap"]},
         {"name": "resume_stages", "kind": "resume", "model": tied, "changes": OF_TWO["vpp"]},
         publish_job(cluster, "publish_tp", 1, model, tp=2),

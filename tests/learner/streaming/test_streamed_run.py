@@ -97,7 +97,10 @@ def test_every_group_is_reserved_in_one_part_and_trained_once(streamed):
     assert all(len(event.tickets) == 1 for event in events if isinstance(event, Reserved))
 
 
-@pytest.mark.parametrize(("step", "num_groups", "resumed_at"), [(3, 2, 2), (2, 1, 2), (1, 1, 0)])
+@pytest.mark.parametrize(
+    ("step", "num_groups", "resumed_at"),
+    [(3, 2, 2), pytest.param(2, 1, 2, marks=pytest.mark.long), (1, 1, 0)],
+)
 def test_killed_within_a_step_the_next_learner_trains_the_same_parts_to_the_same_bits(
     model, cluster, tmp_path, streamed, step, num_groups, resumed_at
 ):
