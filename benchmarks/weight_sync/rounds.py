@@ -2,8 +2,9 @@
 
 Real services on loopback: a coordinator, a publisher, 1, 2 and 4 receivers, a learner's process that
 publishes; then receivers that join late. In turns with each sync, in the same run: the same by receivers that
-map the publisher's copy; bare gloo broadcasts of the same bytes in the same buckets, and tensor by tensor,
-between processes of their own; a memcpy; a plain copy by the learner.
+map the publisher's copy, and by engines that get it from the learner directly; bare gloo broadcasts of the
+same bytes in the same buckets, and tensor by tensor, between processes of their own; a memcpy; a plain copy
+by the learner.
 The full run adds a real vLLM engine: its pause against a local load of the same weights, and its speed
 while a transfer goes on. Every ratio is the median of the turns' ratios.
 """
@@ -15,7 +16,7 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +25,7 @@ from benchmarks.harness.figures import make_rows
 from benchmarks.harness.options import Verdict, judge, make_parser, report
 from benchmarks.harness.rows import Row
 from benchmarks.reports.plots import save
+from benchmarks.weight_sync.peers.direct import run_learner, run_replica
 from benchmarks.weight_sync.peers.engine import measure_engine
 from benchmarks.weight_sync.peers.gloo import BUCKETED, MEMCPY, TENSORS, BareGroup
 from benchmarks.weight_sync.peers.joiners import SPARE_S, measure_joiners
@@ -111,8 +113,14 @@ def measure_size(
             closing(Fleet(num_receivers, num_bytes, bucket_bytes, has_keys, maps=True))
         )
         mapping.attend()
+        ends = (run_learner, run_replica)
+        direct = stack.enter_context(
+            closing(Fleet(num_receivers, num_bytes, bucket_bytes, has_keys, entries=ends))
+        )
+        direct.attend()
         bare = stack.enter_context(closing(BareGroup(num_receivers, num_bytes, bucket_bytes)))
-        turns = [_take_turn(fleet, mapping, bare) for _ in range(NUM_WARM_UP + num_turns)][NUM_WARM_UP:]
+        fleets = Fleets(fleet, mapping, direct)
+        turns = [_take_turn(fleets, bare) for _ in range(NUM_WARM_UP + num_turns)][NUM_WARM_UP:]
     return {
         "num_bytes": fleet.num_bytes,
         "num_receivers": num_receivers,
@@ -121,12 +129,22 @@ def measure_size(
     }
 
 
-def _take_turn(fleet: Fleet, mapping: Fleet, bare: BareGroup) -> dict[str, float]:
-    sync, mapped = fleet.sync(), mapping.sync()
+class Fleets(NamedTuple):
+    """The same services three times: receivers that get copies, that map, whose engines receive."""
+
+    copying: Fleet
+    mapping: Fleet
+    direct: Fleet
+
+
+def _take_turn(fleets: Fleets, bare: BareGroup) -> dict[str, float]:
+    sync, mapped, direct = (fleet.sync() for fleet in fleets)
     figures = {"transfer_s": sync.transfer_s, "publish_s": sync.publish_s, "ready_s": sync.ready_s}
     figures |= {"mapped_s": mapped.transfer_s, "mapped_ready_s": mapped.ready_s}
+    figures |= {"direct_s": direct.transfer_s, "direct_ready_s": direct.ready_s}
+    figures |= {"direct_publish_s": direct.publish_s}
     figures |= {f"{way}_s": bare.seconds(way) for way in WAYS}
-    return {**figures, "copy_s": fleet.copy_s()}
+    return {**figures, "copy_s": fleets.copying.copy_s()}
 
 
 def ratio(row: dict[str, Any], above: str, below: str) -> float:
@@ -149,11 +167,14 @@ def _describe_row(row: dict[str, Any], run: dict[str, Any]) -> Row:
         "of_tensors": ("tensors_s", "transfer_s"),
         "of_memcpy": ("memcpy_s", "transfer_s"),
         "mapped_of_copied": ("transfer_s", "mapped_s"),
+        "direct_of_bare_gloo": ("bucketed_s", "direct_s"),
+        "direct_stall": ("direct_publish_s", "copy_s"),
         "stall": ("publish_s", "copy_s"),
     }
     samples: dict[str, Any] = {name: value for name, value in row.items() if not name.startswith("num_")}
     samples["gb_per_s"] = [row["num_bytes"] / seconds / 1e9 for seconds in row["transfer_s"]]
-    samples["mapped_gb_per_s"] = [row["num_bytes"] / seconds / 1e9 for seconds in row["mapped_s"]]
+    for way in ("mapped", "direct"):
+        samples[f"{way}_gb_per_s"] = [row["num_bytes"] / seconds / 1e9 for seconds in row[f"{way}_s"]]
     for name, (above, below) in ratios.items():
         samples[name] = [a / b for a, b in zip(row[above], row[below], strict=True)]
     case = {"megabytes": round(row["num_bytes"] / MB), "receivers": row["num_receivers"], **run}
@@ -165,7 +186,9 @@ def table(results: dict[str, Any]) -> str:
     names = (
         "GB/s",
         "mapped",
+        "direct",
         "of bare",
+        "direct of",
         "of tensors",
         "of memcpy",
         "bare GB/s",
@@ -176,8 +199,8 @@ def table(results: dict[str, Any]) -> str:
     lines = [f"{'MB':>5} {'receivers':>9} " + " ".join(f"{name:>10}" for name in names)]
     lines += [_line(row) for row in results["rows"]]
     lines.append(
-        f"buckets of {results['bucket_bytes'] / (1 << 20):g} MiB; GB/s to each receiver, copied and mapped, "
-        "digests included"
+        f"buckets of {results['bucket_bytes'] / (1 << 20):g} MiB; GB/s to each receiver, copied, mapped and "
+        "from the learner to the engine, digests included; shares of bare gloo"
     )
     lines.append(_joiners_line(results["joiners"]))
     lines += [
@@ -195,7 +218,9 @@ def _line(row: dict[str, Any]) -> str:
     values = (
         _rate(row, "transfer_s"),
         _rate(row, "mapped_s"),
+        _rate(row, "direct_s"),
         ratio(row, "bucketed_s", "transfer_s"),
+        ratio(row, "bucketed_s", "direct_s"),
         ratio(row, "tensors_s", "transfer_s"),
         ratio(row, "memcpy_s", "transfer_s"),
         _rate(row, "bucketed_s"),
@@ -243,6 +268,8 @@ def check(results: dict[str, Any]) -> Verdict:
         if row["num_receivers"] == 1:
             rate = ratio(row, "bucketed_s", "transfer_s")
             ratios[f"transfer and digest of bare gloo, {size}, target {TARGET_RATE}"] = rate / TARGET_RATE
+            rate = ratio(row, "bucketed_s", "direct_s")
+            ratios[f"direct transfer of bare gloo, {size}, target {TARGET_RATE}"] = rate / TARGET_RATE
     joiners = results["joiners"]
     late_s = max(joiners["hello_to_ready_s"])
     ratios["late joiner of a transfer, a load and 1 s"] = (

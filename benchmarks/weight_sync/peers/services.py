@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +26,7 @@ from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.sockets.keys import make_run_keys
 from asyncrl.core.staleness import PolicyVersion
-from benchmarks.weight_sync.peers.peers import WAIT_S, Peer, now_s, obey
+from benchmarks.weight_sync.peers.peers import WAIT_S, Entry, Peer, now_s, obey
 from benchmarks.weight_sync.peers.weights import count_bytes, make_weights, read_weights
 from weight_sync import composition
 from weight_sync.coordination.coordinator import CoordinatorService
@@ -68,11 +69,14 @@ class TimedCoordination(Coordination):
         self.pipe.send(("loaded", name, number, now_s()))
 
 
-def run_service(pipe: Connection, context: ServiceContext, node: str | None) -> None:
+def run_service(pipe: Connection, context: ServiceContext, node: str | None = None) -> None:
     """Entry of a service's process: send the address, serve until the pipe closes; `node`: its mark."""
     service: Any
     if context.kind == "weight_sync":
-        coordination = TimedCoordination(Timing.of(DEADLINE_S), context.config.weight_sync.parallelism)
+        section = context.config.weight_sync
+        coordination = TimedCoordination(
+            Timing.of(DEADLINE_S), section.parallelism, uses_direct=section.is_direct
+        )
         coordination.pipe = pipe
         service = CoordinatorService(coordination, ThreadRuntime(), context.bind, context.server_keys)
     elif context.kind == "publisher":
@@ -153,7 +157,7 @@ class CopyingReplica:
     def _follow(self) -> None:
         while not self._stop.is_set():
             reply = self._client.call("next_staged", deadline_s=30.0, serving=self._serving, wait_s=0.5)
-            if reply.args["path"]:
+            if reply.frames:
                 manifest = Manifest.from_bytes(bytes(reply.frames[0]))
                 if self._does_copy:
                     self._load(Staged(manifest.version, reply.args["path"], manifest))
@@ -161,7 +165,10 @@ class CopyingReplica:
                 self._client.call("loaded", deadline_s=30.0, number=self._serving, ok=True, error="")
 
     def _load(self, staged: Staged) -> None:
-        for name, tensor in open_tensors(staged):
+        self._copy(open_tensors(staged))
+
+    def _copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
             if name not in self._copies:
                 self._copies[name] = torch.empty_like(tensor)
             self._copies[name].copy_(tensor)
@@ -198,6 +205,7 @@ class Fleet:
         source: See `run_learner`.
         has_keys: Sockets have keys, and broadcasts tags.
         maps: Receivers map what the publisher of their node has; else they get its bytes, as on another node.
+        entries: Of the learner's process and of a replica's, if these are others than here: `peers.direct`.
     """
 
     def __init__(
@@ -207,9 +215,10 @@ class Fleet:
         bucket_bytes: int,
         has_keys: bool = True,
         maps: bool = False,
+        entries: tuple[Entry, Entry] | None = None,
     ) -> None:
-        self._maps = maps
-        self.context = make_context(bucket_bytes, has_keys=has_keys)
+        self._maps, self._entries = maps, entries
+        self.context = make_context(bucket_bytes, has_keys=has_keys, is_direct=entries is not None)
         self._peers: list[Peer] = []
         self._replicas: list[CopyingReplica] = []
         self._number = 0
@@ -219,12 +228,19 @@ class Fleet:
         for name in self.receivers:
             self._start(name)
         self._await_members(set(self.receivers))
-        self._learner = Peer("learner", run_learner, self.context, source)
+        self._learner = Peer("learner", entries[0] if entries else run_learner, self.context, source)
         self._peers.append(self._learner)
         self.num_bytes = int(self._learner.ask("num_bytes"))
 
     def attend(self, copies: bool = True) -> None:
         """Put a replica beside each receiver that takes every version."""
+        if self._entries is not None:
+            entry = self._entries[1]
+            peers = [Peer(f"replica of {name}", entry, self.context, name) for name in self.receivers]
+            self._peers += peers
+            while not all(peer.ask("is_direct") for peer in peers):
+                self.sync()
+            return
         addresses = [self.context.addresses[name] for name in self.receivers]
         self._replicas += [CopyingReplica(address, self.context, copies) for address in addresses]
 
@@ -306,7 +322,9 @@ class Fleet:
         client.close()
 
 
-def make_context(bucket_bytes: int, parallelism: int = 1, *, has_keys: bool = True) -> ServiceContext:
+def make_context(
+    bucket_bytes: int, parallelism: int = 1, *, has_keys: bool = True, is_direct: bool = False
+) -> ServiceContext:
     """Return a run's context, with keys of its own unless told otherwise, and addresses of nobody yet."""
     settings = {
         "model": {"path": "builtin:digit_sort"},
@@ -316,6 +334,7 @@ def make_context(bucket_bytes: int, parallelism: int = 1, *, has_keys: bool = Tr
             "deadline_s": DEADLINE_S,
             "bucket_bytes": bucket_bytes,
             "parallelism": parallelism,
+            "backend": "direct" if is_direct else "auto",
         },
     }
     config = Config.model_validate(settings)
