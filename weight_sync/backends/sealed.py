@@ -56,22 +56,15 @@ class SealedStore(Store):
             RuntimeError: It was no member, or nobody within the store's timeout.
         """
         name = self._name(key)
-        return self._open(key, name, self._store.get(name))
-
-    def get_all(self, keys: Sequence[str]) -> list[bytes]:
-        """Return what members have set under each key, with one request; as `get`."""
-        names = [self._name(key) for key in keys]
-        return [self._open(*found) for found in zip(keys, names, self._store.multi_get(names), strict=True)]
-
-    def delete(self, key: str) -> None:
-        """Remove a value."""
-        self._store.delete_key(self._name(key))
-
-    def _open(self, key: str, name: str, sealed: bytes) -> bytes:
+        sealed = self._store.get(name)
         try:
             return self._cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], name.encode())
         except (InvalidTag, ValueError) as error:
             raise RuntimeError(f"what stands under '{key}' in the store is of no member") from error
+
+    def delete(self, key: str) -> None:
+        """Remove a value."""
+        self._store.delete_key(self._name(key))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set."""

@@ -18,7 +18,6 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import msgspec
 import torch
@@ -143,8 +142,7 @@ class Carrier:
         group = Group(order.membership, order.rank, order.world, order.store_host, order.store_port)
         store = self._group.form(group, until)
         try:
-            left = timedelta(seconds=max(0.001, until - self._clock.now()))
-            told = _exchange(store, _tell(self._party), group, left)
+            told = _exchange(self._group, store, _tell(self._party), until)
         except FAILURES as error:
             raise explain(error, self._clock.now(), until, "the members told no regions") from error
         packs = _plan(told, order.num_sources, self._max_bytes)
@@ -260,20 +258,17 @@ def _tell(party: Party) -> bytes:
     return msgspec.msgpack.encode(_Told(regions, dict(party.dtypes)))
 
 
-def _exchange(store: SealedStore, mine: bytes, group: Group, timeout: timedelta) -> list[_Told]:
+def _exchange(group: GlooGroup, store: SealedStore, mine: bytes, until: float) -> list[_Told]:
     """Return what each member has told; equal words are fetched once. The last to read removes them."""
-    digest = xxhash.xxh3_128_hexdigest(mine)
-    store.set(f"regions/{digest}", mine)
-    store.set(f"told/{group.rank}", digest)
-    names = [f"told/{rank}" for rank in range(group.world)]
-    store.wait(names, timeout)
-    digests = [found.decode() for found in store.get_all(names)]
-    places = {digest: f"regions/{digest}" for digest in digests}
-    told = {digest: msgspec.msgpack.decode(store.get(key), type=_Told) for digest, key in places.items()}
-    if store.add("read", 1) == group.world:
-        for key in (*names, *places.values()):
+    digest = xxhash.xxh3_128(mine)
+    store.set(digest.hexdigest(), mine)
+    digests_B = group.gather(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8), until)
+    keys = [digest_B.numpy().tobytes().hex() for digest_B in digests_B]
+    told = {key: msgspec.msgpack.decode(store.get(key), type=_Told) for key in dict.fromkeys(keys)}
+    if store.add("read", 1) == len(keys):
+        for key in told:
             store.delete(key)
-    return [told[digest] for digest in digests]
+    return [told[key] for key in keys]
 
 
 def _plan(told: Sequence[_Told], num_sources: int, max_bytes: int) -> list[Pack]:

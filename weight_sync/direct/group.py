@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
-from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup, Work
 
 from asyncrl.core.errors import DeadlineExceeded, SyncError
 from asyncrl.core.runtime.clock import Clock
@@ -24,15 +24,15 @@ from weight_sync.backends.gloo import FAILURES, connect_group, explain
 from weight_sync.backends.rendezvous import connect_store
 from weight_sync.backends.sealed import SealedStore
 
-ABORT_TAG = (1 << 31) - 1
-"""Of no message."""
+ABORT_TAG, GATHER_TAG = (1 << 31) - 1, (1 << 31) - 2
+"""Of no message, and of those of `gather`."""
 AT_ONCE = timedelta(milliseconds=1)
 
 
 class Sent:
     """A message under way, to or from another member; holds its bytes until it was waited for, or dropped."""
 
-    def __init__(self, clock: Clock, work: Any, data_B: torch.Tensor, until: float) -> None:
+    def __init__(self, clock: Clock, work: Work, data_B: torch.Tensor, until: float) -> None:
         self.data_B = data_B
         self._clock, self._work, self._until = clock, work, until
 
@@ -58,7 +58,10 @@ class GlooGroup:
 
     def __init__(self, clock: Clock, secret: str) -> None:
         self._clock, self._secret = clock, secret
-        self._process_group: Any = None  # a ProcessGroupGloo, whose type stub lacks most of it
+        self._sealed: SealedStore | None = None  # see SealedStore
+        self._process_group: ProcessGroup | None = (
+            None  # a ProcessGroupGloo, whose type stub lacks most of it
+        )
         self._others: list[int] = []
         self._is_aborted = False
 
@@ -73,7 +76,7 @@ class GlooGroup:
         try:
             store = connect_store(None, group.store_host, group.store_port, left)
             sealed = SealedStore(store, self._secret, f"direct/{group.membership}")
-            self._process_group = sealed, connect_group(sealed, group, left)  # see SealedStore
+            self._sealed, self._process_group = sealed, connect_group(sealed, group, left)
         except FAILURES as error:
             what = f"the group {group.membership} did not form"
             raise explain(error, self._clock.now(), until, what) from error
@@ -89,19 +92,33 @@ class GlooGroup:
         Raises:
             DeadlineExceeded, SyncError: As `Sent.wait`.
         """
-        return self._start("send", data_B, to, tag, until)
+        return self._start(data_B, to, tag, until, is_sent=True)
 
     def receive(self, data_B: torch.Tensor, source: int, tag: int, until: float) -> Sent:
         """Start to receive as many bytes as `source` sends with this tag."""
-        return self._start("recv", data_B, source, tag, until)
+        return self._start(data_B, source, tag, until, is_sent=False)
 
-    def _start(self, what: str, data_B: torch.Tensor, other: int, tag: int, until: float) -> Sent:
+    def gather(self, data_B: torch.Tensor, until: float) -> list[torch.Tensor]:
+        """Return the bytes that each member hands in, as many as this one does.
+
+        Raises:
+            DeadlineExceeded, SyncError: As `Sent.wait`.
+        """
+        found = {other: torch.empty_like(data_B) for other in self._others}
+        moves = [self.receive(into_B, other, GATHER_TAG, until) for other, into_B in found.items()]
+        moves += [self.send(data_B, other, GATHER_TAG, until) for other in self._others]
+        for move in moves:
+            move.wait()
+        return [found.get(rank, data_B) for rank in range(len(found) + 1)]
+
+    def _start(self, data_B: torch.Tensor, other: int, tag: int, until: float, *, is_sent: bool) -> Sent:
         self._left(until)
         process_group = self._process_group
         if process_group is None or self._is_aborted:
             raise SyncError("the group is not usable: it never formed or was aborted")
+        start = process_group.send if is_sent else process_group.recv
         try:
-            work = getattr(process_group[1], what)([data_B], other, tag)
+            work = start([data_B], other, tag)
         except FAILURES as error:
             raise explain(error, self._clock.now(), until, "a pack was not sent") from error
         return Sent(self._clock, work, data_B, until)
@@ -109,10 +126,12 @@ class GlooGroup:
     def abort(self) -> None:
         """Close all connections, which ends the waits of this member and of its peers; takes about 0.02 s."""
         self._is_aborted = True
-        process_group = self._process_group
-        for other in self._others if process_group is not None else ():
+        process_group, nothing = self._process_group, torch.empty(1, dtype=torch.uint8)
+        for other in self._others:
+            if process_group is None:
+                return
             with contextlib.suppress(*FAILURES):  # it times out, or the connection was closed already
-                process_group[1].recv([torch.empty(1, dtype=torch.uint8)], other, ABORT_TAG).wait(AT_ONCE)
+                process_group.recv([nothing], other, ABORT_TAG).wait(AT_ONCE)
 
     def close(self) -> None:
         """Free the group; may be called twice."""

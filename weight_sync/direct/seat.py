@@ -16,7 +16,6 @@ import logging
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from asyncrl.core.errors import AsyncrlError
 from asyncrl.core.rpc.client import Client
@@ -71,7 +70,7 @@ class Seat:
 
     def __init__(self, runtime: Runtime, desk: DeskAddress, index: int, count: int, party: Party) -> None:
         self._runtime, self._desk, self._party = runtime, desk, party
-        self._place: dict[str, Any] = {"index": index, "count": count, "incarnation": runtime.new_id()}
+        self._index, self._count, self._incarnation = index, count, runtime.new_id()
         self._stop = runtime.event()
         self._carriers: dict[int, Carrier] = {}
         self._transfer: _Transfer | None = None
@@ -101,7 +100,14 @@ class Seat:
         if transfer is not None:
             round_id, num_steps = transfer.order.round, transfer.carrier.num_steps
             wait_s = IDLE_WAIT_S if transfer.has_ended.is_set() else BUSY_WAIT_S
-        asked = AskOrder(round=round_id, num_steps=num_steps, wait_s=wait_s, **self._place)
+        asked = AskOrder(
+            index=self._index,
+            count=self._count,
+            incarnation=self._incarnation,
+            round=round_id,
+            num_steps=num_steps,
+            wait_s=wait_s,
+        )
         return desk.ask(ASK_ORDER, asked, deadline_s=wait_s + ANSWER_S).message
 
     def _follow(self, order: SeatOrder) -> None:
@@ -144,8 +150,16 @@ class Seat:
             except Exception as error:  # of any kind: the desk must hear of its end
                 cause, message = TRANSPORT, f"{type(error).__name__}: {error}"
             transfer.has_ended.set()
-            told = {"cause": cause, "message": message[:MAX_TEXT], **self._place}
-            self._tell(desk, transfer, SeatEnded(round=order.round, num_bytes=num_bytes, **told))
+            ended = SeatEnded(
+                index=self._index,
+                count=self._count,
+                incarnation=self._incarnation,
+                round=order.round,
+                cause=cause,
+                message=message[:MAX_TEXT],
+                num_bytes=num_bytes,
+            )
+            self._tell(desk, transfer, ended)
         if cause == SUPERSEDED:
             transfer.carrier.abort()  # the others wait for it: see `Carrier.run`
 

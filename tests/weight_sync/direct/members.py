@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from random import Random
@@ -66,9 +66,10 @@ class ScriptedSink:
         self.stages: dict[int, _Stage] = {}
         self.kept: Collection[int] = ()
         self.has_opened = threading.Event()
+        self.on_close: Callable[[], object] = lambda: None
 
     def open(self, number: int, packs: Sequence[Pack], until: float) -> _Stage:
-        self.stages[number] = _Stage(packs)
+        self.stages[number] = _Stage(packs, self.on_close)
         self.has_opened.set()
         return self.stages[number]
 
@@ -86,8 +87,8 @@ class ScriptedSink:
 
 
 class _Stage:
-    def __init__(self, packs: Sequence[Pack]) -> None:
-        self.packs = packs
+    def __init__(self, packs: Sequence[Pack], on_close: Callable[[], object]) -> None:
+        self.packs, self._on_close = packs, on_close
         self.data = [torch.zeros(pack.num_bytes, dtype=torch.uint8) for pack in packs]
         self.is_whole: bool | None = None
         self.has_closed = threading.Event()
@@ -97,6 +98,7 @@ class _Stage:
 
     def close(self, is_whole: bool) -> None:
         self.is_whole = is_whole
+        self._on_close()
         self.has_closed.set()
 
 

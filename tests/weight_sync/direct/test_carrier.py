@@ -26,6 +26,7 @@ from tests.weight_sync.direct.members import (
 )
 from weight_sync.backends.contract import DigestMismatch
 from weight_sync.backends.sealed import SealedStore
+from weight_sync.direct import carrier as carrier_module
 from weight_sync.direct.carrier import Carrier, _Seals, _tell, make_steps
 from weight_sync.direct.orders import SeatOrder
 from weight_sync.direct.party import UNDER_WAY, Party, Superseded
@@ -68,6 +69,15 @@ def test_every_sink_gets_what_it_wants_right_to_the_bit(meet, seeds, dtype, is_t
         assert sink.has_all(1, make_checkpoint(1, getattr(torch, dtype)))
         assert sink.stages[1].is_whole
     assert len(sinks[0].stages[1].packs) > 2 * UNDER_WAY
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_no_window_is_too_small_for_chains_through_all_members(meet, monkeypatch, window):
+    monkeypatch.setattr(carrier_module, "UNDER_WAY", window)
+    parties, sinks = make_parties([4, 4, 5, 6])
+    members = meet(parties, 4)
+    assert members.run(1) == [None] * 8
+    assert all(sink.has_all(1, make_checkpoint(1)) for sink in sinks)
 
 
 def test_a_second_version_reuses_the_group_and_the_plan_of_the_first(meet):
@@ -174,16 +184,27 @@ def test_a_pack_of_an_earlier_round_is_not_taken_for_one_of_this(meet):
         assert not _Seals(replace(order, round=6)).fits(7, data_B, trailer_B)
 
 
+def note_closes(members: Members, sinks: list[ScriptedSink]) -> list[bool]:
+    """Return a list that gets, for each stage that closes, whether the connections were closed before."""
+    closed: list[bool] = []
+    for carrier, sink in zip(members.carriers[4:], sinks, strict=True):
+        group = carrier._group
+        sink.on_close = lambda group=group: closed.append(group._is_aborted)
+    return closed
+
+
 @pytest.mark.parametrize("member", [1, 4], ids=["source", "sink"])
 def test_an_abort_in_the_middle_ends_every_member_long_before_the_deadline(meet, member):
     parties, sinks = make_parties([4, 4, 5])
     members = meet(parties, 4)
     point = "direct.source.pack" if member < 4 else "direct.sink.pack"
+    closed = note_closes(members, sinks)
     strike(point, 1, member, 5, members.carriers[member].abort)
     ends = members.run(1, deadline_s=10 * WAIT_S)
     assert all(isinstance(end, SyncError) for end in ends), ends
     assert not any(isinstance(end, DeadlineExceeded) for end in ends)
     assert not any(stage.is_whole for sink in sinks for stage in sink.stages.values())
+    assert closed == [True] * 3, "nothing arrives any more when a stage is dropped"
     assert all(len(source._slots) == 1 and not source._slots[0].num_readers for source in parties[:4])
 
 
@@ -204,6 +225,15 @@ def test_an_abort_wakes_a_member_that_waits_for_packs(meet):
     assert all(isinstance(end, SyncError) for end in others), others
     goes_on.set()
     assert isinstance(futures[2].exception(WAIT_S), SyncError)
+
+
+def test_who_was_aborted_before_the_group_formed_takes_no_part(meet):
+    parties, _ = make_parties([4, 4])
+    members = meet(parties, 4)
+    members.carriers[5].abort()
+    ends = members.run(1, deadline_s=10 * WAIT_S)
+    assert all(isinstance(end, SyncError) for end in ends), ends
+    assert not parties[5].stages
 
 
 def test_a_transfer_that_is_not_done_by_its_deadline_ends_there(meet):
@@ -255,5 +285,4 @@ def test_the_words_of_the_members_are_removed_once_all_have_read_them(meet):
     assert members.run(1) == [None] * 7
     sealed = SealedStore(members.store, members.order.secret, "direct/1")
     assert sealed.check(["read"])
-    assert not any(sealed.check([f"told/{rank}"]) for rank in range(7))
-    assert not sealed.check([f"regions/{xxhash.xxh3_128_hexdigest(_tell(parties[0]))}"])
+    assert not any(sealed.check([xxhash.xxh3_128_hexdigest(_tell(party))]) for party in parties)

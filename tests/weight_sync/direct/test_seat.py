@@ -142,6 +142,7 @@ def test_an_order_that_is_aborted_is_given_up_and_the_next_one_carried_out(start
     started.goes_on.set()
     started.carry(1, round_id=8, membership=2)
     assert started.await_ends() == ["", ""]
+    assert {tuple(seat._carriers) for seat in started.seats} == {(2,)}, "the first group is not kept"
     assert all(sink.has_all(1, make_checkpoint(1)) for sink in started.sinks)
 
 
