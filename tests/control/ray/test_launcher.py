@@ -142,6 +142,17 @@ def test_a_process_that_dies_is_gone_and_its_log_stays(ray_started: None, tmp_pa
     assert "c.0 runs" in (tmp_path / "c.0.log").read_text()
 
 
+def test_ray_starts_no_process_that_no_service_asked_for(ray_started: None, tmp_path: Path) -> None:
+    launcher = ray_launcher.RayLauncher("tests")
+    launcher.start(make_spec(tmp_path, "i.0"))
+    await_state(launcher, "i.0", "READY")
+    lines = [one.cmdline() for one in psutil.Process().children(recursive=True)]
+    assert any("ServiceHost" in line[0] for line in lines if line)
+    is_idle = ("ray::IDLE", "default_worker.py")
+    assert not [line for line in lines if any(word.strip().endswith(is_idle) for word in line)]
+    launcher.kill("i.0")
+
+
 def test_a_service_that_cannot_be_built_is_failed_with_its_error(ray_started: None, tmp_path: Path) -> None:
     launcher = ray_launcher.RayLauncher("tests")
     launcher.start(make_spec(tmp_path, "d.0", "build_broken"))
