@@ -18,8 +18,6 @@ from asyncrl.core.config.plain import JsonObject, JsonValue
 from asyncrl.core.config.reading.problems import ORIGIN, KeyPath, Places, Problem
 
 MAX_DEPTH = 8
-MAX_COMPOSED = 40
-"""Levels after which nothing more of a text is read: what is too deep before is told with all else."""
 TOO_DEEP = f"values are nested deeper than {MAX_DEPTH} levels"
 TAG = "tag:yaml.org,2002:"
 PLAIN_TAGS = {TAG + name for name in ("str", "timestamp", "merge", "value")}
@@ -35,15 +33,14 @@ class Document:
 
 
 class _Composer(Composer):
-    """Gives up early: each level takes the scanner longer than the one above it."""
+    """Gives up far below `MAX_DEPTH`: each level takes the scanner longer than the one above it."""
 
     level = 0
-    too_deep: StreamMark
 
     def compose_node(self, parent: Node | None, index: int) -> Node:
         if self.level == MAX_DEPTH + 1:
             self.too_deep = self.parser.peek_event().start_mark
-        elif self.level == MAX_COMPOSED:
+        elif self.level == 4 * MAX_DEPTH:
             raise RecursionError(self.too_deep)
         self.level += 1
         node: Node = super().compose_node(parent, index)
@@ -94,10 +91,8 @@ def _overlay_map(below: Document, above: Document, path: KeyPath) -> None:
             continue
         old[key] = value
         forget_below(below.places, here)
-        for mine, theirs in (
-            (below.places.keys, above.places.keys),
-            (below.places.values, above.places.values),
-        ):
+        ours, others = below.places, above.places
+        for mine, theirs in ((ours.keys, others.keys), (ours.values, others.values)):
             mine |= {other: theirs[other] for other in theirs if other[: len(here)] == here}
 
 
