@@ -84,7 +84,7 @@ class Desk:
         self._transfer = _Transfer(order, tuple(sorted(keep)), on_progress, on_done, set(self._seats))
         for seat in self._seats.values():
             seat.num_steps = 0
-        if not self.num_seats:
+        if not self._count or len(self._seats) != self._count:
             self._finish(TRANSPORT, "not all processes that are to take part are there")
         self._answer_all()
 

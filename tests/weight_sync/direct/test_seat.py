@@ -148,8 +148,9 @@ def test_an_order_that_is_aborted_is_given_up_and_the_next_one_carried_out(start
 
 def test_a_damaged_pack_is_told_with_its_cause(started):
     def change() -> None:
-        started.sinks[0].stages[1].data[0][:] += 1
-        started.sinks[1].stages[1].data[0][:] += 1
+        for sink in started.sinks:
+            assert sink.has_opened.wait(WAIT_S)
+            sink.stages[1].data[0][:] += 1
 
     strike("direct.sink.pack", change, nth=0)
     started.carry(1, round_id=7)

@@ -112,7 +112,7 @@ def model(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_learner_sends_what_it_publishes(services, model, tmp_path):
     """The learner is held while it publishes its second version, which the sink gets meanwhile."""
-    is_sent, held = threading.Event(), {}
+    is_sent, is_held, held = threading.Event(), threading.Event(), {}
     sections = {"learner": {"steps": 3}, "checkpoint": {"every_steps": 10}}
     with running_cluster() as cluster, running(model, cluster, tmp_path, Faults(), {}, **sections) as run:
         learner = run.learner
@@ -124,12 +124,14 @@ def test_a_learner_sends_what_it_publishes(services, model, tmp_path):
                 number = place[0]
                 held[number] = {name: full.clone() for name, full in learner._policy.named_tensors()}
                 if len(held) == 2:
+                    is_held.set()
                     is_sent.wait(WAIT_S)
 
         set_hook(hold)
         thread = threading.Thread(target=run.go)
         thread.start()
         assert services.publisher.is_complete.wait(WAIT_S), "its seat comes with its second version"
+        assert is_held.wait(WAIT_S)
         first, number = list(held)
         changed = [name for name in held[first] if not torch.equal(held[first][name], held[number][name])]
         assert changed, "the second version is another one"
