@@ -1,14 +1,16 @@
 """Stages of an engine worker: packs of versions as they were received, and the tensors that its loader reads.
 
 A stage has the bytes of the rectangles that the worker wants, each pack in a place of its own. The tensors of
-a load are made of it one at a time, in full shape: memory for the parts that nobody reads is never touched,
-unless a row of them has a part that is read. Invariant: only what came whole can be loaded.
+a load are made of it one at a time, in full shape: memory for rows that nobody reads is never touched.
+Invariant: only what came whole can be loaded.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
@@ -75,7 +77,8 @@ class Stages:
             stage = self._whole.get(number)
         if stage is None:
             raise SyncError(f"version {number} is not on this worker")
-        return ((entry.name, stage.tensor(entry)) for entry in layout.tensors)
+        blocks = _Blocks(self._empty)
+        return ((entry.name, stage.tensor(entry, blocks)) for entry in layout.tensors)
 
 
 class Stage:
@@ -101,7 +104,7 @@ class Stage:
         if is_whole:
             self._add(self)
 
-    def tensor(self, entry: TensorEntry) -> torch.Tensor:
+    def tensor(self, entry: TensorEntry, blocks: _Blocks) -> torch.Tensor:
         """Return a tensor in full shape, that has the values of its parcels."""
         dtype, shape = getattr(torch, entry.dtype), entry.shape
         parcels = self._parcels.get(entry.name)
@@ -110,7 +113,31 @@ class Stage:
         views = [(parcel.rectangle, view_parcel(parcel, at, self._data_B, dtype)) for parcel, at in parcels]
         if views[0][0] == Rectangle.whole(shape):
             return views[0][1]
-        full = self._empty(shape, dtype=dtype)
+        full = blocks.take(shape, dtype)
         for rectangle, values in views:
             full[rectangle.slices].copy_(values)
         return full
+
+
+class _Blocks:
+    """Memory for tensors that are made one after another, used again once nobody refers to a former one.
+
+    To touch new pages takes longer than the copy into them.
+    """
+
+    def __init__(self, empty: Empty) -> None:
+        self._empty = empty
+        self._free: list[torch.Tensor] = []
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of any values; its memory is free when the last view of it is gone."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        fitting = [place for place, block in enumerate(self._free) if block.nbytes >= num_bytes]
+        if fitting:
+            block = self._free.pop(fitting[0])
+        else:
+            self._free.clear()  # too small
+            block = self._empty(num_bytes, dtype=torch.uint8)
+        memory = block.numpy()
+        weakref.finalize(memory, self._free.append, block)  # the tensor alone refers to it
+        return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)

@@ -36,7 +36,7 @@ class ReadRecorder(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        sources = [(tensor.data_ptr(), name, tensor) for name, tensor in tensors if tensor.numel()]
+        sources = [(tensor.data_ptr(), name, tensor) for name, tensor in tensors]
         self._sources = sorted(sources, key=lambda source: source[0])
         self._starts = [start for start, _, _ in self._sources]
         self._regions: dict[Region, None] = {}
@@ -75,19 +75,17 @@ class ReadRecorder(TorchDispatchMode):
 
     def _find(self, tensor: torch.Tensor) -> list[Region]:
         """Return the regions that `tensor` is a view of."""
-        if tensor.device.type != "cpu" or not tensor.numel():
-            return []
-        address = tensor.data_ptr()
+        address = tensor.data_ptr()  # 0 if it has no elements; a GPU's are none of the host's
         index = bisect_right(self._starts, address) - 1
         if index < 0:
             return []
         start, name, source = self._sources[index]
         if address >= start + source.nbytes:
             return []
-        offset, rest = divmod(address - start, source.itemsize)
+        offset = (address - start) // source.itemsize
         view = View(tuple(source.shape), tuple(tensor.shape), tuple(tensor.stride()), offset)
         try:
-            if rest or tensor.itemsize != source.itemsize:
+            if tensor.itemsize != source.itemsize:
                 raise NotARectangle("elements of another size")
             found = list(find_rectangles(view, MANY))
         except NotARectangle:

@@ -104,11 +104,25 @@ class ReadAddresses(torch.utils._python_dispatch.TorchDispatchMode):
         lambda w: w.view(-1)[:9].clone(),  # a row and a half
         lambda w: w.view(-1)[2:14].clone(),
         lambda w: w.view(6, 4)[:, 0].clone(),  # a stride that does not fit into rows
-        lambda w: w.view(torch.int16)[:, 3].clone(),  # half an element
+        lambda w: w.view(torch.int16)[1, 4:6].clone(),  # elements of another size
     ],
 )
 def test_what_no_rectangles_describe_is_the_whole_tensor(loader: Loader) -> None:
     assert record(loader, numbered(4, 6)) == [("w", Rectangle.whole((4, 6)))]
+
+
+def test_a_view_that_runs_on_beyond_its_tensor_is_all_of_that_tensor() -> None:
+    memory = numbered(12)
+    assert record(lambda _: memory[::3].clone(), memory[:3].view(1, 3)) == [("w", Rectangle.whole((1, 3)))]
+    assert record(lambda _: memory[2:].clone(), memory[:6]) == [("w", Rectangle.whole((6,)))]
+
+
+def test_tensors_and_views_without_elements_are_not_read() -> None:
+    with ReadRecorder([("none", torch.empty(0, 3)), ("w", w := numbered(4, 6))]) as recorder:
+        w[:0].clone()
+        torch.empty(0).clone()
+        w[3:].clone()
+    assert recorder.regions == [("w", Rectangle((3, 0), (4, 6)))]
 
 
 def test_more_rectangles_than_a_plan_can_use_are_the_whole_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from tests.weight_sync.direct.test_stage import poisoned
+from tests.weight_sync.direct.engine.test_stage import poisoned
 from tests.weight_sync.rectangles.learner_ranks import Layout, parts_of
 from tests.weight_sync.rectangles.models import CLASSES, MOE, Model
 from weight_sync.direct.stage import Stages

@@ -29,11 +29,11 @@ SHAPES = {
 READ: list[Region] = [
     ("whole", Rectangle((0, 0), (8, 6))),
     ("rows", Rectangle((2, 0), (5, 6))),
-    ("columns", Rectangle((0, 3), (8, 6))),
     *(("scattered", Rectangle((row, 1), (row + 1, 4))) for row in (0, 4, 8)),
+    ("columns", Rectangle((0, 3), (8, 6))),
     ("one", Rectangle((), ())),
 ]
-DTYPES = {**dict.fromkeys(SHAPES, "bfloat16"), "one": "float32"}
+DTYPES = {**dict.fromkeys(SHAPES, "bfloat16"), "columns": "float32", "one": "float32"}
 LAYOUT = plan([TensorSpec(name, DTYPES[name], shape) for name, shape in SHAPES.items()], 1 << 10)
 SPLIT_AT = 3
 """Row from which the second source has a tensor."""
@@ -107,6 +107,30 @@ def test_a_tensor_that_came_in_one_piece_is_not_copied() -> None:
     first, second = load(stages, 1), load(stages, 1)
     shared = {name for name in SHAPES if first[name].data_ptr() == second[name].data_ptr()}
     assert shared == {"one"}, "the others come in two pieces, or are not whole"
+
+
+def test_memory_is_used_again_once_the_last_view_of_a_tensor_is_gone() -> None:
+    made: list[int] = []
+
+    def counted(*shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        made.extend(shape if dtype == torch.uint8 else ())
+        return poisoned(*shape, dtype=dtype)
+
+    stages, tensors = Stages(READ, counted), version(1)
+    transfer(stages, 1, tensors)
+    made.clear()
+    parts = []
+    for name, tensor in stages.tensors(1, LAYOUT):
+        parts += [(name, r, tensor[r.slices]) for of, r in READ if of == name]
+    assert made == [2 * 48, 2 * 48, 4 * 48, 2 * 36]
+    for name, rectangle, part in parts:
+        assert torch.equal(part, tensors[name][rectangle.slices])
+    del tensor, part, parts
+    made.clear()
+    for name, tensor in stages.tensors(1, LAYOUT):
+        for of, rectangle in READ:
+            assert of != name or torch.equal(tensor[rectangle.slices], tensors[name][rectangle.slices])
+    assert made == [2 * 48, 2 * 48, 4 * 48], "a loop refers to one while the next is made"
 
 
 def test_what_did_not_come_whole_or_at_all_cannot_be_loaded() -> None:
