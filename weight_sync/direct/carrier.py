@@ -35,10 +35,12 @@ from weight_sync.direct.orders import SeatOrder
 from weight_sync.direct.party import UNDER_WAY, PackStore, Party, Superseded
 from weight_sync.memory.manifest import ITEM_BYTES
 from weight_sync.rectangles.packs import Pack, make_packs
-from weight_sync.rectangles.parcels import PARCEL_BYTES, NobodyHolds, Region, plan_parcels
+from weight_sync.rectangles.parcels import NobodyHolds, Region, plan_parcels
 from weight_sync.rectangles.rectangle import Rectangle
 
 DIGEST_BYTES = 16
+PACK_BYTES = 8 << 20
+"""Of a pack: while one travels the next is packed, and the one before is checked."""
 ROUND_SHIFT = 32
 
 
@@ -95,7 +97,7 @@ class Carrier:
         num_steps: Packs that the transfer is done with here.
     """
 
-    def __init__(self, runtime: Runtime, party: Party, secret: str, max_bytes: int = PARCEL_BYTES) -> None:
+    def __init__(self, runtime: Runtime, party: Party, secret: str, max_bytes: int = PACK_BYTES) -> None:
         self._clock, self._party, self._max_bytes = runtime, party, max_bytes
         self._group = GlooGroup(runtime, secret)
         self._steps: list[Step] | None = None

@@ -16,8 +16,7 @@ from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.core.runtime.interface import Runtime
 from weight_sync.direct.party import UNDER_WAY, Superseded
 from weight_sync.memory.parts import Part
-from weight_sync.rectangles.holdings import place_parts
-from weight_sync.rectangles.packs import Pack, Parameters
+from weight_sync.rectangles.packs import Pack, Parameters, place_parts
 from weight_sync.rectangles.parcels import Region
 from weight_sync.rectangles.rectangle import Placement
 
@@ -43,6 +42,7 @@ class Snapshots:
         self._lock, self._news = runtime.lock(), runtime.event()
         self._slots: list[_Slot] = []
         self._newest = 0
+        self._buffers: list[torch.Tensor] = []
         self.regions: Sequence[Region] = ()
         self.dtypes: Mapping[str, str] = {}
 
@@ -84,19 +84,29 @@ class Snapshots:
                 news, slot = self._news, next((one for one in self._slots if one.number == number), None)
                 if slot is not None:
                     slot.num_readers += 1
-                    return _Reading(self, slot, packs)
-                if self._newest >= number:
+                elif self._newest >= number:
                     raise Superseded(f"version {number} was not kept, the newest is {self._newest}")
+            if slot is not None:
+                return _Reading(self, slot, packs)
             if not news.wait(max(0.0, until - self._runtime.now())):
                 raise DeadlineExceeded(f"version {number} was not taken in time")
 
     def keep(self, numbers: Collection[int]) -> None:
         """Do nothing: engines load none of these copies."""
 
-    def release(self, slot: _Slot) -> None:
+    def take_buffers(self, num_bytes: int) -> list[torch.Tensor]:
+        """Return buffers for packs, those of an earlier reading if they are large enough."""
+        with self._lock:
+            buffers, self._buffers = self._buffers, []
+        if buffers and buffers[0].nbytes >= num_bytes:
+            return buffers
+        return [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(UNDER_WAY)]
+
+    def release(self, slot: _Slot, buffers: list[torch.Tensor]) -> None:
         """End a reading of a copy."""
         with self._lock:
             slot.num_readers -= 1
+            self._buffers = buffers
 
     def _find_room(self) -> _Slot | None:
         with self._lock:
@@ -118,8 +128,7 @@ class _Reading:
 
     def __init__(self, owner: Snapshots, slot: _Slot, packs: Sequence[Pack]) -> None:
         self._owner, self._slot, self._packs = owner, slot, packs
-        num_bytes = max((pack.num_bytes for pack in packs), default=0)
-        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8) for _ in packs[:UNDER_WAY]]
+        self._buffers = owner.take_buffers(max((pack.num_bytes for pack in packs), default=0))
 
     def pack(self, index: int) -> torch.Tensor:
         """Read a pack's parcels out of the snapshot."""
@@ -130,4 +139,4 @@ class _Reading:
 
     def close(self, is_whole: bool) -> None:
         """Release the snapshot."""
-        self._owner.release(self._slot)
+        self._owner.release(self._slot, self._buffers)

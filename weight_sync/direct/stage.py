@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from functools import partial
 import torch
 
 from asyncrl.core.errors import SyncError
+from asyncrl.core.runtime.interface import Runtime
 from weight_sync.memory.manifest import Layout, TensorEntry, align
 from weight_sync.rectangles.packs import Pack, view_parcel
 from weight_sync.rectangles.parcels import Parcel, Region
@@ -31,18 +31,20 @@ class Stages:
 
     Args:
         regions: What the worker's loader reads of every version.
+        empty: Makes memory.
 
     >>> # with ReadRecorder(tensors) as recorder: model.load_weights(tensors)
-    >>> # stages = Stages(recorder.regions)
+    >>> # stages = Stages(recorder.regions, runtime)
     >>> # store = stages.open(7, packs, until)      # in the seat's thread, which fills each store.pack(i)
     >>> # store.close(is_whole=True)
     >>> # model.load_weights(stages.tensors(7, manifest.layout))
     """
 
-    def __init__(self, regions: Sequence[Region], empty: Empty = torch.empty) -> None:
+    def __init__(self, regions: Sequence[Region], runtime: Runtime, empty: Empty = torch.empty) -> None:
         self.regions, self.dtypes = regions, dict[str, str]()
         self._empty = empty
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
+        self._blocks = _Blocks(empty)
         self._whole: dict[int, Stage] = {}
         self._kept: Collection[int] = ()
 
@@ -54,12 +56,9 @@ class Stages:
     def open(self, number: int, packs: Sequence[Pack], until: float) -> Stage:
         """Return room for the packs of a version; it can be loaded once that is closed as whole."""
         with self._lock:
-            self._whole = {
-                other: stage
-                for other, stage in self._whole.items()
-                if other in self._kept and other != number
-            }
-        return Stage(packs, self._empty, partial(self._add, number))
+            for other in [one for one in self._whole if one not in self._kept or one == number]:
+                del self._whole[other]
+            return Stage(packs, self._empty, self._blocks, partial(self._add, number))
 
     def _add(self, number: int, stage: Stage) -> None:
         with self._lock:
@@ -84,11 +83,13 @@ class Stages:
 class Stage:
     """The packs of one version: a `PackStore`."""
 
-    def __init__(self, packs: Sequence[Pack], empty: Empty, add: Callable[[Stage], None]) -> None:
+    def __init__(
+        self, packs: Sequence[Pack], empty: Empty, blocks: _Blocks, add: Callable[[Stage], None]
+    ) -> None:
         sizes = [align(pack.num_bytes) for pack in packs]
         self._starts = list(itertools.accumulate(sizes, initial=0))
         self._packs, self._empty, self._add = packs, empty, add
-        self._data_B = empty(self._starts[-1], dtype=torch.uint8)
+        self._data_B = blocks.take((self._starts[-1],), torch.uint8)
         self._parcels: dict[str, list[tuple[Parcel, int]]] = {}
         for start, pack in zip(self._starts, packs, strict=False):
             for parcel, offset in zip(pack.parcels, pack.offsets, strict=True):
@@ -140,4 +141,6 @@ class _Blocks:
             block = self._empty(num_bytes, dtype=torch.uint8)
         memory = block.numpy()
         weakref.finalize(memory, self._free.append, block)  # the tensor alone refers to it
+        if not num_bytes:
+            return block.view(dtype).view(shape)
         return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)

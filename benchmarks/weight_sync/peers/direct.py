@@ -54,7 +54,7 @@ class DirectReplica(CopyingReplica):
     def _load(self, staged: Staged) -> None:
         if self._stages is None:
             regions = [(entry.name, Rectangle.whole(entry.shape)) for entry in staged.manifest.tensors]
-            self._stages = Stages(regions)
+            self._stages = Stages(regions, ThreadRuntime())
             Seat(ThreadRuntime(), self._desk, 0, 1, self._stages).start()
         if staged.path:
             super()._load(staged)

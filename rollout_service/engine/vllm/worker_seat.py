@@ -29,7 +29,8 @@ class WorkerSeat:
     """
 
     def __init__(self) -> None:
-        self.stages = Stages([])
+        self._runtime = ThreadRuntime()
+        self.stages = Stages([], self._runtime)
         self._desk: DeskAddress | None = None
         self._seat: Seat | None = None
 
@@ -48,7 +49,7 @@ class WorkerSeat:
                 yield
             self._desk = desk
             try:
-                self.stages = Stages(recorder.regions)
+                self.stages = Stages(recorder.regions, self._runtime)
             except SyncError as error:
                 log.warning("this worker receives nothing directly: %s", error)
                 return
@@ -57,7 +58,7 @@ class WorkerSeat:
     def _take(self, desk: DeskAddress) -> None:
         self.leave()
         group = get_world_group()
-        self._seat = Seat(ThreadRuntime(), desk, group.rank, group.world_size, self.stages)
+        self._seat = Seat(self._runtime, desk, group.rank, group.world_size, self.stages)
         self._seat.start()
         self._desk = desk
 

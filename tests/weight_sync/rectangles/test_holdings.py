@@ -7,8 +7,7 @@ import torch
 
 from asyncrl.core.errors import SyncError
 from weight_sync.memory.parts import Part
-from weight_sync.rectangles.holdings import place_parts
-from weight_sync.rectangles.packs import Pack, Parameters
+from weight_sync.rectangles.packs import Pack, Parameters, place_parts
 from weight_sync.rectangles.parcels import Parcel
 from weight_sync.rectangles.rectangle import Rectangle
 

@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.weight_sync.direct.engine.test_stage import poisoned
 from tests.weight_sync.rectangles.learner_ranks import Layout, parts_of
 from tests.weight_sync.rectangles.models import CLASSES, MOE, Model
 from weight_sync.direct.stage import Stages
 from weight_sync.memory.manifest import plan
-from weight_sync.rectangles.holdings import place_parts
-from weight_sync.rectangles.packs import Parameters, make_packs
+from weight_sync.rectangles.packs import Parameters, make_packs, place_parts
 from weight_sync.rectangles.parcels import Parcel, Region, plan_parcels
 from weight_sync.rectangles.recorder import ReadRecorder
 from weight_sync.rectangles.rectangle import Rectangle
@@ -89,7 +89,10 @@ def test_parcels_bring_to_each_worker_what_its_own_loader_reads(
         regions = [[(p.tensor, p.rectangle) for p in placements] for placements, _ in held]
         packs = make_packs(plan_parcels(regions, wanted, dict.fromkeys(checkpoint, 2)), 1 << 16)
         for number, (worker, measure) in enumerate(zip(workers, measures, strict=True)):
-            stages, own = Stages(wanted[number], poisoned), [pack for pack in packs if number in pack.sinks]
+            stages, own = (
+                Stages(wanted[number], ThreadRuntime(), poisoned),
+                [pack for pack in packs if number in pack.sinks],
+            )
             store = stages.open(1, own, 0.0)
             for index, pack in enumerate(own):
                 sources[pack.source].read(pack, store.pack(index))

@@ -9,8 +9,7 @@ from tests.weight_sync.direct.engine.test_stage import poisoned
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.parts import Part
 from weight_sync.memory.staging import Staged, open_tensors
-from weight_sync.rectangles.holdings import place_parts
-from weight_sync.rectangles.packs import Parameters, make_packs
+from weight_sync.rectangles.packs import Parameters, make_packs, place_parts
 from weight_sync.rectangles.parcels import plan_parcels
 
 MAX_BYTES = 4096
@@ -52,5 +51,4 @@ class FilledStages(LoadReporter):
         if seat._desk is None or seat._seat is None:
             return None
         assert seat._desk.keys is not None
-        place = seat._seat._place
-        return [seat._desk.address, *astuple(seat._desk.keys), place["index"], place["count"]]
+        return [seat._desk.address, *astuple(seat._desk.keys), seat._seat._index, seat._seat._count]

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from asyncrl.core.errors import SyncError
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.different import assert_all_differ
 from weight_sync.direct.stage import Stages
 from weight_sync.memory.manifest import TensorSpec, plan
 from weight_sync.memory.parts import Part
-from weight_sync.rectangles.holdings import place_parts
-from weight_sync.rectangles.packs import Parameters, make_packs
+from weight_sync.rectangles.packs import Parameters, make_packs, place_parts
 from weight_sync.rectangles.parcels import Region, plan_parcels
 from weight_sync.rectangles.rectangle import Rectangle
 
@@ -91,7 +91,7 @@ def check(found: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
 
 
 def test_a_stage_has_what_the_worker_reads_and_nothing_else() -> None:
-    stages, tensors = Stages(READ, poisoned), version(1)
+    stages, tensors = Stages(READ, ThreadRuntime(), poisoned), version(1)
     transfer(stages, 1, tensors)
     found = load(stages, 1)
     check(found, tensors)
@@ -102,7 +102,7 @@ def test_a_stage_has_what_the_worker_reads_and_nothing_else() -> None:
 
 
 def test_a_tensor_that_came_in_one_piece_is_not_copied() -> None:
-    stages, tensors = Stages(READ), version(1)
+    stages, tensors = Stages(READ, ThreadRuntime()), version(1)
     transfer(stages, 1, tensors)
     first, second = load(stages, 1), load(stages, 1)
     shared = {name for name in SHAPES if first[name].data_ptr() == second[name].data_ptr()}
@@ -116,7 +116,7 @@ def test_memory_is_used_again_once_the_last_view_of_a_tensor_is_gone() -> None:
         made.extend(shape if dtype == torch.uint8 else ())
         return poisoned(*shape, dtype=dtype)
 
-    stages, tensors = Stages(READ, counted), version(1)
+    stages, tensors = Stages(READ, ThreadRuntime(), counted), version(1)
     transfer(stages, 1, tensors)
     made.clear()
     parts = []
@@ -134,7 +134,7 @@ def test_memory_is_used_again_once_the_last_view_of_a_tensor_is_gone() -> None:
 
 
 def test_what_did_not_come_whole_or_at_all_cannot_be_loaded() -> None:
-    stages = Stages(READ)
+    stages = Stages(READ, ThreadRuntime())
     with pytest.raises(SyncError, match="version 1 is not on this worker"):
         stages.tensors(1, LAYOUT)
     transfer(stages, 1, version(1), num_packs=2)
@@ -145,7 +145,7 @@ def test_what_did_not_come_whole_or_at_all_cannot_be_loaded() -> None:
 
 
 def test_a_new_version_frees_those_that_are_not_to_be_kept() -> None:
-    stages, versions = Stages(READ), {number: version(number) for number in (1, 2, 3)}
+    stages, versions = Stages(READ, ThreadRuntime()), {number: version(number) for number in (1, 2, 3)}
     assert_all_differ(versions.values(), in_every_tensor=True)
     transfer(stages, 1, versions[1])
     stages.keep([1])
@@ -162,7 +162,7 @@ def test_a_new_version_frees_those_that_are_not_to_be_kept() -> None:
 
 
 def test_a_version_that_comes_again_and_breaks_is_gone() -> None:
-    stages = Stages(READ)
+    stages = Stages(READ, ThreadRuntime())
     transfer(stages, 1, version(1))
     stages.keep([1])
     transfer(stages, 1, version(2), num_packs=2)
