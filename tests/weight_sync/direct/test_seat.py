@@ -68,6 +68,11 @@ class Run:
 
 
 @pytest.fixture
+def threads_before() -> set[threading.Thread]:
+    return {*threading.enumerate()}
+
+
+@pytest.fixture
 def started() -> Iterator[Run]:
     run = Run()
     yield run
@@ -195,7 +200,7 @@ def test_a_desk_that_was_away_has_its_seats_back_and_they_give_up_what_its_prede
     assert started.await_ends() == ["", ""]
 
 
-def test_a_seat_that_closes_gives_up_its_transfer_and_asks_no_more(started):
+def test_a_seat_that_closes_gives_up_its_transfer_and_asks_no_more(threads_before, started):
     started.carry_until_a_source_is_held(round_id=7)
     for seat in started.seats[:4]:
         seat.close()
@@ -204,7 +209,7 @@ def test_a_seat_that_closes_gives_up_its_transfer_and_asks_no_more(started):
     started.goes_on.set()
     for seat in started.seats[4:]:
         seat.close()
-    for thread in threading.enumerate():
+    for thread in {*threading.enumerate()} - threads_before:
         if thread.name == "seat" or thread.name.startswith("direct-"):
             thread.join(WAIT_S)
             assert not thread.is_alive()

@@ -69,6 +69,7 @@ class CountedMeeting:
 
 
 def test_ranks_share_dtypes_once_and_ask_for_orders_once_they_have_something_to_send(services):
+    before = {*threading.enumerate()}
     wanted = [(name, Rectangle.whole(full.shape)) for name, full in TENSORS.items() if full.numel()]
     sink, layout = ScriptedSink(wanted), make_layout(4096, "bfloat16")
     seat = services.seat(sink)
@@ -87,7 +88,7 @@ def test_ranks_share_dtypes_once_and_ask_for_orders_once_they_have_something_to_
 
     assert run_ranks(2, run) == [(0, 1)] * 2
     assert services.publisher.is_complete.wait(WAIT_S)
-    assert sum(thread.name == "seat" for thread in threading.enumerate()) == 2 + 1
+    assert sum(thread.name == "seat" for thread in {*threading.enumerate()} - before) == 2 + 1
     carry(services.publisher, services.receiver, 3, 7, ranks=(2, 1), port=services.port)
     assert await_ends(services.publisher, services.receiver) == ["", ""]
     full = {name: (tensor + 3).to(torch.bfloat16) for name, tensor in TENSORS.items()}
