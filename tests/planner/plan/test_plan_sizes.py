@@ -262,3 +262,13 @@ def test_only_the_versions_of_replicas_that_are_here_for_certain_are_a_reason_to
     assert list(checks.check_memory(config, Capacity(shm=need))) == []
     (line,) = checks.check_memory(config, Capacity(shm=need - 1))
     assert line.startswith("weight_sync.parallelism: ") and f"{NUM_AT_PUBLISHER} at the publisher" in line
+
+
+def test_snapshots_and_stages_of_the_direct_path_are_counted_where_they_lie() -> None:
+    for learner, where, share in (({"tp": 2}, HOST, 1), ({"tp": 2, "gpus": 1}, LEARNER_GPU, 2)):
+        config = make_config(learner=learner, rollout={"replicas": 3}, weight_sync={"backend": "direct"})
+        found = {part.what: part for part in count_parts(config, NUM_WEIGHTS, 3)}
+        snapshots, stages = found["snapshots of versions"], found["stages of engine workers"]
+        assert (snapshots.where, snapshots.num_bytes) == (where, 2 * 2 * NUM_WEIGHTS // share)
+        assert (stages.where, stages.num_bytes) == (HOST, 2 * 2 * NUM_WEIGHTS * 3)
+    assert not any("snapshots" in part.what for part in count_parts(make_config(), NUM_WEIGHTS, 1))

@@ -26,6 +26,8 @@ BUFFER, FRONT_ENDS, ENGINE_CORES, VERSIONS = (
     "versions on their way",
 )
 """Users of main memory whose size a key of the configuration sets."""
+SNAPSHOTS, STAGES, NUM_DIRECT = "snapshots of versions", "stages of engine workers", 2
+"""With `weight_sync.backend: direct`: versions that ranks keep to send, and that workers hold, at most."""
 UTILIZATION = "gpu_memory_utilization"
 LEARNER_GPU, ROLLOUT_GPU = "each GPU of the learner", "each GPU of a replica"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -130,6 +132,12 @@ def _learner_parts(
         rule = f"({model.rule}) x {model.num_weights / 1e9:.3g} G weights{cuts}"
         rule += f" x {ranks} ranks" if count > 1 else ""
         yield Part(LEARNER_GPU if is_on_gpu else HOST, model.what, num_bytes, rule)
+    if config.weight_sync.is_direct:
+        item, count = ITEM_BYTES[config.model.dtype], 1 if learner.gpus else ranks
+        rule = f"{NUM_DIRECT} x weight {item} bytes / {learner.num_ranks} ranks"
+        num_bytes = NUM_DIRECT * item * num_weights // learner.num_ranks * count
+        where = LEARNER_GPU if learner.gpus else HOST
+        yield Part(where, SNAPSHOTS, num_bytes, rule + (f" x {ranks} ranks" if count > 1 else ""))
     for name, size in _trained(config, num_weights, critic_weights).items():
         rule = f"weight and moments {SNAPSHOT_BYTES} bytes x {size / 1e9:.3g} G weights"
         num_bytes = SNAPSHOT_BYTES * size * ranks // learner.num_ranks
@@ -190,6 +198,9 @@ def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> It
     each = f" x {replicas} replicas" if replicas > 1 else ""
     yield Part(HOST, FRONT_ENDS, FRONT_END_BYTES * replicas, f"{FRONT_END_BYTES / GB:.2g} GB{each}")
     item = ITEM_BYTES[config.model.dtype]
+    if config.weight_sync.is_direct and num_weights is not None:
+        rule = f"{NUM_DIRECT} x weight {item} bytes{each}"
+        yield Part(HOST, STAGES, NUM_DIRECT * item * num_weights * replicas, rule)
     if rollout.gpus:
         if num_weights is not None:
             num_gpus = math.ceil(rollout.gpus)
