@@ -220,7 +220,7 @@ class CheckpointStore:
     def verify_whole(self, step: int) -> None:
         """Raise CheckpointError unless the folder of `step` is what its own manifest says."""
         folder = self.folder(step)
-        files = _read_body(folder).files
+        files = digests_of(folder)
         if set(files) != {str(path.relative_to(folder)) for path in _files(folder)} - {MANIFEST}:
             raise CheckpointError(f"{folder} holds other files than its manifest says")
         for name, digest in files.items():

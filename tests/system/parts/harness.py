@@ -20,7 +20,7 @@ from asyncrl.core.files.private import make_secret
 from asyncrl.core.runtime.faults import VARIABLE as FAULT_VARIABLE
 from asyncrl.core.service import SERVICE_VARIABLE
 from asyncrl.core.service_status import BufferStatus
-from tests.system.parts.host_main import host
+from tests.system.parts.host_main import NODE, host
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -39,10 +39,15 @@ FORKS.set_forkserver_preload(
 
 
 class Harness:
-    """Owns the processes of one run; leaving the context ends them all."""
+    """Owns the processes of one run; leaving the context ends them all.
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    Args:
+        is_spread: Receivers are on another node than the publisher, as far as they know: they map nothing.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, *, is_spread: bool = False) -> None:
         self.run_dir = run_dir
+        self._is_spread = is_spread
         self._run_id = uuid.uuid4().hex[:8]
         self._sockets = Path("/tmp") / f"asyncrl-{self._run_id}"
         self._secret = make_secret()
@@ -72,6 +77,7 @@ class Harness:
         """Start a service; `fault` is a point at which it kills itself."""
         environment = {RUN_VARIABLE: self._run_id, SERVICE_VARIABLE: name}
         environment |= {FAULT_VARIABLE: fault} if fault else {}
+        environment |= {NODE: "another"} if self._is_spread and name.startswith("receiver.") else {}
         places = (self._run_id, str(self._sockets), self._rendezvous.address, self._secret)
         self._processes[name] = FORKS.Process(
             target=host,

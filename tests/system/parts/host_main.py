@@ -17,6 +17,9 @@ from asyncrl.control.roster import Roster
 from asyncrl.core.config.load import load_config
 from asyncrl.core.runtime.threads import ThreadEvent
 
+NODE = "TEST_NODE"
+"""Mark of the node that a receiver takes itself to be on: of another than the publisher's it gets bytes."""
+
 
 def host(run_dir: Path, name: str, environment: Mapping[str, str], *places: str) -> None:
     """Run the service `name` to its end.
@@ -39,7 +42,8 @@ def host(run_dir: Path, name: str, environment: Mapping[str, str], *places: str)
     module, _, function = spec.factory.partition(":")
     stop = ThreadEvent()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    service = getattr(importlib.import_module(module), function)(spec.context)
+    build = getattr(importlib.import_module(module), function)
+    service = build(spec.context, node=environment[NODE]) if NODE in environment else build(spec.context)
     failures: list[BaseException] = []
 
     def run() -> None:

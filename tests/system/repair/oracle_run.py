@@ -126,19 +126,21 @@ def nobody(harness: Harness) -> Collection[str]:
 def play(
     config: Config,
     *faults: str,
+    is_spread: bool = False,
     deadline_s: float = DEADLINE_S,
     strike: Callable[[Harness], Collection[str]] = nobody,
 ) -> Outcome:
     """Play the run to its end, start again whoever is killed, and check the account.
 
     Args:
+        is_spread: See `Harness`.
         strike: Called all the time; may kill processes, and returns the services that may end in any way.
     """
     run_dir = Path(config.run.dir) / config.run.name
     planned = dict(map(service_of, faults))
     outcome, began = Outcome(), time.monotonic()
     ranks = tuple(f"learner.{rank}" for rank in range(config.learner.num_ranks))
-    with Harness(config, run_dir) as harness:
+    with Harness(config, run_dir, is_spread=is_spread) as harness:
         for name in (*SERVICES, *ranks):
             harness.start(name, planned.get(name, ""))
         while not _has_ended(harness, ranks, outcome, strike(harness)):

@@ -38,20 +38,32 @@ FAULTS = (
     "rollout.swapped@2",
     "rollout.evaluated",
     "publisher.commit@3",
-    "publisher.transfer@2",
-    "publisher.bucket@4",
-    "publisher.sent@3",
-    "coordinator.offer@2",
-    "coordinator.transfer@3",
+    "coordinator.map@3",
     "coordinator.verified@2",
     "coordinator.commit@4",
-    "receiver.offer@2",
-    "receiver.transfer@3",
+    "receiver.map@3",
     "receiver.bucket@2",
     "receiver.verified@4",
     "receiver.commit@3",
     "receiver.hand_over@2",
 )
+SPREAD_FAULTS = (
+    "publisher.commit@2",
+    "publisher.transfer@2",
+    "publisher.bucket@4",
+    "publisher.sent@3",
+    "coordinator.offer@2",
+    "coordinator.transfer@3",
+    "coordinator.verified@4",
+    "coordinator.commit@2",
+    "receiver.offer@2",
+    "receiver.transfer@3",
+    "receiver.bucket@3",
+    "receiver.verified@2",
+    "receiver.commit@4",
+    "receiver.hand_over@3",
+)
+"""Where versions are sent: the receiver is on another node than the publisher, and maps nothing of it."""
 NUM_SEEDS = 20
 MIN_KILLS = 4
 """Of six: a kill elsewhere may lead a run past the version or step that a point waits for."""
@@ -75,11 +87,13 @@ def undisturbed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[in
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "is_spread"), [(one, False) for one in FAULTS] + [(one, True) for one in SPREAD_FAULTS]
+)
 def test_a_run_with_a_kill_ends_with_the_weights_of_the_run_without(
-    fault: str, task: Path, undisturbed: dict[int, str], tmp_path: Path
+    fault: str, is_spread: bool, task: Path, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:
-    outcome = play(oracle_config(task, tmp_path, 0), fault)
+    outcome = play(oracle_config(task, tmp_path, 0), fault, is_spread=is_spread)
     print(f"{fault}: {outcome.seconds:.1f} s")
     assert outcome.killed == [service_of(fault)[0]], "the fault was never reached"
     assert outcome.digest == undisturbed[0]
@@ -103,13 +117,17 @@ def test_a_learner_of_two_ranks_is_started_again_whole(fault: str, task: Path, t
 def test_whatever_the_seed_a_run_in_which_every_service_dies_once_changes_no_bit(
     seed: int, task: Path, tmp_path: Path
 ) -> None:
-    """Each service dies at another of its points with each seed; after twenty all have had their turn."""
+    """Each service dies at another of its points with each seed; half of the times versions are sent."""
     plain = play(oracle_config(task, tmp_path / "plain", seed))
     by_service: dict[str, list[str]] = {}
-    for fault in FAULTS:
+    is_spread = seed >= NUM_SEEDS // 2
+    own = tuple(
+        one for one in FAULTS if service_of(one)[0] not in ("publisher.0", "weight_sync.0", "receiver.0")
+    )
+    for fault in (*own, *SPREAD_FAULTS) if is_spread else FAULTS:
         by_service.setdefault(service_of(fault)[0], []).append(fault)
     faults = [points[seed % len(points)] for points in by_service.values()]
-    outcome = play(oracle_config(task, tmp_path / "killed", seed), *faults)
+    outcome = play(oracle_config(task, tmp_path / "killed", seed), *faults, is_spread=is_spread)
     print(f"seed {seed}: {len(outcome.killed)} kills, {outcome.seconds:.1f} s, {plain.seconds:.1f} s without")
     assert len(outcome.killed) >= MIN_KILLS, f"only {outcome.killed} of {faults} died"
     assert outcome.digest == plain.digest

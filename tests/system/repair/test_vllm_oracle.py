@@ -38,11 +38,13 @@ FAULTS = (
     "rollout.push@2.10",
     "learner.updated@3",
     "buffer.committed@20",
-    "publisher.bucket@3",
+    "receiver.map@4",
     "receiver.bucket@4",
 )
 """The first sample of a group that ends has ended; half of a step's groups are there; between update and
-publish; a batch of events is durable and not answered; half of a version is sent; half of it is received."""
+publish; a batch of events is durable and not answered; a version is to be mapped; half of it is checked."""
+SPREAD_FAULTS = ("publisher.bucket@3", "receiver.bucket@4")
+"""Where versions are sent: half of one is sent; half of one is received."""
 MEAN_S = 0.5
 """Between two strikes while an engine is up; the test counts how many there were."""
 CORE = "engine core"
@@ -96,11 +98,13 @@ def test_which_requests_share_a_batch_changes_no_bit(task: Path, undisturbed: st
     assert play_plain(task, tmp_path, "rollout.max_sequences=3").digest == undisturbed
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "is_spread"), [(one, False) for one in FAULTS] + [(one, True) for one in SPREAD_FAULTS]
+)
 def test_with_vllm_a_run_with_a_kill_ends_with_the_weights_of_the_run_without(
-    fault: str, task: Path, undisturbed: str, tmp_path: Path
+    fault: str, is_spread: bool, task: Path, undisturbed: str, tmp_path: Path
 ) -> None:
-    outcome = play(vllm_config(task, tmp_path), fault, deadline_s=DEADLINE_S)
+    outcome = play(vllm_config(task, tmp_path), fault, is_spread=is_spread, deadline_s=DEADLINE_S)
     print(f"{fault}: {outcome.seconds:.1f} s")
     assert outcome.killed == [service_of(fault)[0]], "the fault was never reached"
     assert outcome.digest == undisturbed

@@ -33,8 +33,8 @@ OWNER = 100_000 + os.getpid()
 """Of the run: a user whom no other program of this machine has."""
 AGAIN = (
     *("up.reading", "up.checking", "up.preparing", "up.head", "head.ray", "head.supervisor"),
-    *("supervisor.begun", "learner.publishing", "publisher.commit", "rollout.engine", "receiver.offer"),
-    *("receiver.commit", "receiver.transfer", "rollout.swapped", "learner.reserved", "learner.updated"),
+    *("supervisor.begun", "learner.publishing", "publisher.commit", "rollout.engine", "receiver.map"),
+    *("receiver.bucket", "receiver.commit", "rollout.swapped", "learner.reserved", "learner.updated"),
 )
 """Points of a start from the first words to the first update; SIGSTOP holds the process that passes one."""
 FIRST = (*AGAIN, "up.making")
