@@ -168,6 +168,10 @@ def test_a_version_that_is_gone_is_told_with_its_cause(started):
     started.carry(1, round_id=7)
     assert started.await_ends() == [SUPERSEDED, TRANSPORT]
     assert started.publisher.ends[-1][1] == "seat 2: version 1 was not kept, the newest is 2"
+    for thread in threading.enumerate():
+        if thread.name == "direct-7":
+            thread.join(WAIT_S)
+    assert started.seats[2]._carriers[1]._group._is_aborted, "a receiver may wait for this source alone"
 
 
 def test_what_goes_wrong_in_a_party_is_told_and_the_seat_lives_on(started):
