@@ -22,7 +22,8 @@ def test_made_up_weights_have_about_the_bytes_asked_for_and_one_large_tensor() -
 def test_a_turn_times_a_whole_sync_and_every_other_way() -> None:
     row = weight_sync.measure_size(10**6, num_receivers=1, bucket_bytes=1 << 18, num_turns=1)
     assert all(
-        len(row[f"{name}_s"]) == 1 for name in ("transfer", "mapped", "publish", "copy", *weight_sync.WAYS)
+        len(row[f"{name}_s"]) == 1
+        for name in ("transfer", "mapped", "direct", "publish", "copy", *weight_sync.WAYS)
     )
     assert 0 < row["transfer_s"][0] < row["ready_s"][0]
     assert row["bucketed_s"][0] > 0
@@ -49,6 +50,9 @@ def make_results(**changed: float) -> dict[str, Any]:
         "first_transfer_s": 0.3,
         "transfer_s": [0.1, 0.1, 0.4],
         "mapped_s": [0.02, 0.02, 0.02],
+        "direct_s": [0.1, 0.1, 0.1],
+        "direct_publish_s": [0.04, 0.04, 0.04],
+        "direct_ready_s": [0.2, 0.2, 0.2],
         "bucketed_s": [0.09, 0.09, 0.09],
         "tensors_s": [0.2, 0.2, 0.2],
         "memcpy_s": [0.02, 0.02, 0.02],
@@ -87,6 +91,7 @@ def test_figures_within_the_targets_pass_and_the_worst_is_named() -> None:
     ("changed", "words"),
     [
         ({"transfer_s": 0.13}, "transfer and digest of bare gloo"),
+        ({"direct_s": 0.13}, "direct transfer of bare gloo"),
         ({"stall": 1.6}, "learner stall"),
         ({"pause_s": 0.15}, "pause of a local load"),
         ({"late": 1.3}, "late joiner"),

@@ -110,7 +110,7 @@ def test_a_suite_that_is_ended_leaves_the_rows_before_and_no_process(
     with pytest.raises(SystemExit):
         suite.main(["--dry", "--json", str(tmp_path / "all.json")])
     assert [row.bench for row in RowFile.read(tmp_path / "all.json").rows] == ["scripted"]
-    assert not is_running(int(Path(f"{scripted}.pid").read_text()))
+    await_end(int(Path(f"{scripted}.pid").read_text()))
 
 
 def test_a_child_that_is_over_its_time_ends_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""Begin of rounds: which lane a member is in, and the orders by which its transfer starts (pure)."""
+"""Begin of rounds: which lane a member is in, and the orders by which its transfer starts."""
