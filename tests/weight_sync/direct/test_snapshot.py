@@ -90,6 +90,14 @@ def test_a_snapshot_that_two_read_is_kept_until_both_have_ended(live_RC):
     assert readings[1].pack(0).view(torch.float32).tolist() == [1] * 4
 
 
+def test_a_copy_that_is_being_overwritten_is_no_version(live_RC):
+    snapshots = Snapshots(RUNTIME)
+    assert take(snapshots, 1, live_RC)
+    assert snapshots._find_room() is snapshots._slots[0], "what `take` writes into from here on"
+    with pytest.raises(Superseded, match="version 1 was not kept"):
+        snapshots.open(1, packs(), until())
+
+
 def test_without_a_transfer_there_is_one_copy(live_RC):
     snapshots = Snapshots(RUNTIME)
     for number in (1, 2, 3):
