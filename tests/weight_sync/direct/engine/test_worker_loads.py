@@ -25,6 +25,7 @@ from tests.different import assert_all_differ
 from tests.rollout.engine.engine_parts import LoopThread, probe_of, stage
 from tests.rollout.engine.families import WIDTHS, Form, start_engine
 from weight_sync.direct.seat import DeskAddress
+from weight_sync.direct.stage import Stages
 from weight_sync.memory.staging import Staged
 from weight_sync.rectangles.rectangle import Rectangle
 
@@ -128,14 +129,27 @@ def test_a_version_from_the_workers_stages_is_served_to_the_bit(
         assert_equal(served.load(served.hand_over(DOOMED + 1, third)), other)
 
 
+class ScriptedSeat:
+    """A seat without a thread: the real one would ask after its test has ended."""
+
+    def __init__(self, runtime: object, desk: DeskAddress, index: int, count: int, party: Stages) -> None:
+        assert (index, count) == (1, 2) and party.regions
+        self.desk, self.is_asking = desk, False
+
+    def start(self) -> None:
+        self.is_asking = True
+
+    def close(self) -> None:
+        self.is_asking = False
+
+
 @pytest.fixture
-def seat(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerSeat]:
+def seat(monkeypatch: pytest.MonkeyPatch) -> WorkerSeat:
     from rollout_service.engine.vllm import worker_seat  # vLLM, which collecting need not import
 
     monkeypatch.setattr(worker_seat, "get_world_group", lambda: SimpleNamespace(rank=1, world_size=2))
-    made = worker_seat.WorkerSeat()
-    yield made
-    made.leave()
+    monkeypatch.setattr(worker_seat, "Seat", ScriptedSeat)
+    return worker_seat.WorkerSeat()
 
 
 def test_a_load_that_breaks_takes_no_seat_and_the_next_one_does(seat: WorkerSeat) -> None:
@@ -145,7 +159,7 @@ def test_a_load_that_breaks_takes_no_seat_and_the_next_one_does(seat: WorkerSeat
     assert seat._seat is None and not seat.stages.regions
     with seat.taken_after(DESK, [("w", w)]):
         w[2:].clone()
-    assert seat._seat is not None
+    assert isinstance(seat._seat, ScriptedSeat) and seat._seat.is_asking
     assert seat.stages.regions == [("w", Rectangle((2, 0), (4, 6)))]
 
 
@@ -154,14 +168,17 @@ def test_a_seat_moves_with_its_desk_and_what_was_recorded_and_received_stays(sea
     with seat.taken_after(DESK, [("w", w)]):
         w[2:].clone()
     first, stages = seat._seat, seat.stages
-    assert first is not None
+    assert isinstance(first, ScriptedSeat)
     for desk in (DESK, None):
         with seat.taken_after(desk, [("w", w)]):
             w.clone()
-        assert seat._seat is first
-    with seat.taken_after(replace(DESK, address="tcp://127.0.0.1:10"), iter(())):
+        assert seat._seat is first and first.is_asking
+    other = replace(DESK, address="tcp://127.0.0.1:10")
+    with seat.taken_after(other, iter(())):
         w.clone()
-    assert seat._seat is not first and first._stop.is_set()
+    second = seat._seat
+    assert isinstance(second, ScriptedSeat) and second.desk == other
+    assert second.is_asking and not first.is_asking
     assert seat.stages is stages
 
 
