@@ -334,7 +334,7 @@ class PublisherService:
         self._sending[order.round] = order
         self._transfer_starts[order.round] = self._clock.now()
         if self._desk is None:
-            self._end_transfer(order, TRANSPORT, "weight_sync.path is not direct here", 0)
+            self._end_transfer(order, TRANSPORT, "weight_sync.backend is not direct here", 0)
         else:
             self._desk.carry(order, (), lambda _: None, partial(self._end_transfer, order))
 

@@ -41,7 +41,8 @@ from weight_sync.rectangles.rectangle import Rectangle
 DIGEST_BYTES = 16
 PACK_BYTES = 8 << 20
 """Of a pack: while one travels the next is packed, and the one before is checked."""
-ROUND_SHIFT = 32
+PLACE_BITS = 32
+"""Of a pack's number; above them are those of its round, which tell rounds of one membership apart."""
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -232,14 +233,14 @@ class _Seals:
     """Trailers of packs: digests, or tags where others may change bytes; of one round and place alone."""
 
     def __init__(self, order: SeatOrder) -> None:
-        self._round = order.round
+        self._first_place = order.round % (1 << PLACE_BITS) << PLACE_BITS
         self._tags = Tags(order.secret, order.membership) if order.is_tagged else None
 
     def empty(self) -> torch.Tensor:
         return torch.empty(TAG_BYTES if self._tags else DIGEST_BYTES, dtype=torch.uint8)
 
     def make(self, index: int, data_B: torch.Tensor) -> torch.Tensor:
-        place = self._round << ROUND_SHIFT | index
+        place = self._first_place | index
         if self._tags is not None:
             return self._tags.make(place, data_B)
         digest = xxhash.xxh3_128(data_B.numpy().data, seed=place).digest()
@@ -249,7 +250,7 @@ class _Seals:
         if self._tags is None:
             return torch.equal(self.make(index, data_B), trailer_B)
         try:
-            self._tags.check(self._round << ROUND_SHIFT | index, data_B, trailer_B)
+            self._tags.check(self._first_place | index, data_B, trailer_B)
         except SyncError:
             return False
         return True

@@ -156,7 +156,7 @@ class InboundRounds:
             self._end(order.round, order.number, cause, message)
 
         if self._desk is None:
-            done(TRANSPORT, "weight_sync.path is not direct here", 0)
+            done(TRANSPORT, "weight_sync.backend is not direct here", 0)
         else:
             self._desk.carry(order, keep, partial(self._step, incoming), done)
 

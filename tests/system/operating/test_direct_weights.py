@@ -17,8 +17,11 @@ DOOMED = 4
 
 
 @pytest.mark.long
-def test_four_learner_ranks_send_to_two_engines(up: Callable[..., UpRun]) -> None:
-    run = up("direct", *SETS, "learner.tp=2", "learner.pp=2", "learner.cpus=0.25", "learner.steps=12")
+@pytest.mark.parametrize("curve", ["off", "on"])
+def test_four_learner_ranks_send_to_two_engines(up: Callable[..., UpRun], curve: str) -> None:
+    """With keys each pack has a tag."""
+    layout = ("learner.tp=2", "learner.pp=2", "learner.cpus=0.25", "learner.steps=12")
+    run = up(f"direct_{curve}", *SETS, *layout, f"launcher.curve={curve}")
     rounds = finish(run, num_steps=12)
     lanes = Counter(one["lane"] for one in rounds)
     assert lanes["DIRECT"] >= 8, lanes

@@ -20,12 +20,15 @@ from weight_sync.direct.orders import SeatOrder
 from weight_sync.direct.party import Party
 from weight_sync.direct.snapshot import Snapshots
 from weight_sync.memory.parts import Part
+from weight_sync.protocol.state import ID_BITS
 from weight_sync.rectangles.packs import Pack, view_parcel
 from weight_sync.rectangles.parcels import Region
 from weight_sync.rectangles.rectangle import Rectangle
 
 RUNTIME = ThreadRuntime()
 WAIT_S = 60.0
+FIRST_ROUND = (1_795_865_337_013 << ID_BITS) + 1
+"""As a coordinator counts that was started today."""
 TIMEOUT = timedelta(seconds=WAIT_S)
 MODEL = Model("qwen2")
 MAX_BYTES = 4096
@@ -117,7 +120,7 @@ def random_regions(seed: int) -> list[Region]:
 def make_order(port: int, num_sources: int, world: int, deadline_s: float = WAIT_S) -> SeatOrder:
     """Return the first order of a membership, for rank 0."""
     return SeatOrder(
-        round=1,
+        round=FIRST_ROUND,
         number=1,
         membership=1,
         world=world,

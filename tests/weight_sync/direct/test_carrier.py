@@ -14,6 +14,7 @@ from asyncrl.core.errors import DeadlineExceeded, SyncError
 from asyncrl.core.files.private import make_secret
 from asyncrl.core.runtime.faults import set_hook
 from tests.weight_sync.direct.members import (
+    FIRST_ROUND,
     MAX_BYTES,
     RUNTIME,
     WAIT_S,
@@ -176,12 +177,12 @@ def test_a_source_whose_pack_changes_after_its_digest_was_taken_is_found_out(mee
 def test_a_pack_of_an_earlier_round_is_not_taken_for_one_of_this(meet):
     """Each trailer is of its round: what was sent before, with its own digest or tag, fits no more."""
     for is_tagged in (False, True):
-        order = SeatOrder(round=5, membership=1, secret="00" * 16, is_tagged=is_tagged)
+        order = SeatOrder(round=FIRST_ROUND, membership=1, secret="00" * 16, is_tagged=is_tagged)
         data_B = torch.arange(100, dtype=torch.uint8)
         trailer_B = _Seals(order).make(7, data_B)
         assert _Seals(order).fits(7, data_B, trailer_B)
         assert not _Seals(order).fits(8, data_B, trailer_B)
-        assert not _Seals(replace(order, round=6)).fits(7, data_B, trailer_B)
+        assert not _Seals(replace(order, round=FIRST_ROUND + 1)).fits(7, data_B, trailer_B)
 
 
 def note_closes(members: Members, sinks: list[ScriptedSink]) -> list[bool]:
