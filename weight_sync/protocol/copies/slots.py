@@ -177,12 +177,12 @@ class Copies(Generic[C]):
 
     def drop(self, is_lost: Callable[[C], bool]) -> list[C]:
         """Forget the copies that are lost, and return them."""
-        places = ("_verified", "_committed", "_taken")
-        lost = {name: copy for name in places if (copy := getattr(self, name)) is not None and is_lost(copy)}
-        for name, copy in lost.items():
-            setattr(self, name, None)
+        places = (self._verified, self._committed, self._taken)
+        lost = [copy for copy in places if copy is not None and is_lost(copy)]
+        self._verified, self._committed, self._taken = (None if copy in lost else copy for copy in places)
+        for copy in lost:
             self._give_back(copy)
-        return list(lost.values())
+        return lost
 
     def finish_load(self, number: int, is_ok: bool) -> None:
         """The engine has loaded version `number`, or failed and must load again."""

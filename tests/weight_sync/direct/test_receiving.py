@@ -1,0 +1,130 @@
+"""Direct rounds at a receiver: offers without memory, what its engine's workers hold, and its loss."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.weight_sync.direct.members import RUNTIME
+from tests.weight_sync.direct.test_desk import Room
+from tests.weight_sync.memory.test_shared_memory import make_manifest
+from weight_sync.backends.contract import Group
+from weight_sync.memory import segments
+from weight_sync.memory.manifest import ANY_VERSION
+from weight_sync.memory.staging_area import StagingArea
+from weight_sync.protocol import messages as told
+from weight_sync.protocol.rounds import ABORTED, DIGEST, TRANSPORT
+from weight_sync.receiving.inbound_rounds import InboundRounds
+from weight_sync.receiving.receiver import ignore_bucket
+from weight_sync.transfer_executor import TransferOrder
+
+
+class Receiver:
+    """The rounds of a receiver with the desk of an engine of one worker."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix, self.room = prefix, Room(count=1)
+        self.room.ask(0)
+        self.staging = StagingArea(prefix, uuid.uuid4().hex, keeps_base=True)
+        self.events: list[Any] = []
+        self.rounds = InboundRounds(
+            self.staging,
+            make_transport=lambda group: pytest.fail("no transport is wanted"),
+            report=self.events.append,
+            call_soon=lambda call: call(),
+            on_bucket=ignore_bucket,
+            on_end=lambda: None,
+            bounds=ANY_VERSION,
+            counters=Counter(),
+            runtime=RUNTIME,
+            desk=self.room.desk,
+        )
+
+    def begin(self, number: int) -> None:
+        """Accept an offer, and have the worker receive; the round has the version's number."""
+        self.rounds.accept(told.Offer(number, number, direct=True), make_manifest(number).to_bytes())
+        group = Group(1, 2, 3, "127.0.0.1", 1)
+        self.rounds.receive(TransferOrder(number, number, group, frozenset({1}), 5.0, sources=2))
+
+    def end(self, number: int, cause: str = "") -> None:
+        self.room.end(0, cause, round_id=number)
+
+    def told(self) -> list[tuple[str, str]]:
+        return [(event.kind, getattr(event, "cause", "")) for event in self.events]
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    made = Receiver(f"asyncrl-{uuid.uuid4().hex[:8]}-")
+    yield made
+    made.staging.close()
+
+
+def test_a_version_that_the_workers_hold_takes_no_shared_memory_and_is_shared_with_nobody(receiver, caplog):
+    receiver.begin(1)
+    receiver.end(1)
+    assert receiver.told() == [("accepted", ""), ("verified", "")] and receiver.events[1].path == ""
+    assert not segments.find_names(receiver.prefix) and receiver.staging.base_number == 0
+    assert not caplog.records, "nobody tries to share it"
+    receiver.staging.commit(1)
+    copy = receiver.staging.take(0)
+    assert copy is not None and copy.path == "" and copy.manifest == make_manifest(1)
+
+
+def test_the_workers_are_told_which_versions_the_engine_may_still_load(receiver):
+    for number in (1, 2):
+        receiver.begin(number)
+        receiver.end(number)
+        receiver.staging.commit(number)
+        assert receiver.staging.take(number - 2 if number == 1 else 0) is not None
+    receiver.room.ask(0)
+    receiver.begin(3)
+    assert receiver.room.answers[0][-1].keep == (1, 2)
+
+
+@pytest.mark.parametrize("cause", [DIGEST, TRANSPORT])
+def test_a_worker_that_fails_fails_the_round_with_its_cause(receiver, cause):
+    receiver.begin(1)
+    receiver.end(1, cause)
+    assert receiver.told() == [("accepted", ""), ("failed", cause)] and receiver.rounds.num_transfers == 0
+    assert receiver.staging.newest_verified == 0
+
+
+def test_an_abort_is_told_to_the_workers_and_a_late_end_of_theirs_changes_nothing(receiver):
+    receiver.begin(1)
+    receiver.room.ask(0, round_id=1)
+    receiver.rounds.abort(1)
+    assert receiver.room.answers[0][-1].round == 0 and receiver.rounds.num_transfers == 0
+    receiver.end(1)
+    assert receiver.told() == [("accepted", ""), ("failed", ABORTED)]
+    assert receiver.staging.newest_verified == 0 and not receiver.staging._abandoned
+
+
+def test_without_a_worker_at_the_desk_the_round_fails_at_once(receiver):
+    receiver.room.clock.advance(60.0)
+    receiver.room.desk.tick()
+    receiver.begin(1)
+    assert receiver.told() == [("accepted", ""), ("failed", TRANSPORT)]
+
+
+def test_what_the_workers_have_lost_is_dropped_wherever_it_stands_and_staged_copies_stay(receiver):
+    staging = receiver.staging
+    for number in (1, 2, 3):
+        receiver.begin(number)
+        receiver.end(number)
+        if number < 3:
+            staging.commit(number)
+            staging.take(0)
+    assert (staging.taken_number, staging.committed_number, staging.newest_verified) == (1, 2, 3)
+    assert sorted(staging.drop_direct()) == [1, 2, 3] and staging.drop_direct() == []
+    assert (staging.taken_number, staging.committed_number, staging.newest_verified) == (0, 0, 0)
+    assert not staging._free, "there was no segment"
+    copy = staging.make_room(make_manifest(4))
+    while not staging.reserve(copy):
+        pass
+    staging.put_verified(copy)
+    assert staging.drop_direct() == [] and staging.newest_verified == 4
