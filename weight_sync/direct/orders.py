@@ -63,6 +63,10 @@ class SeatOrder(Message, frozen=True, kw_only=True):
     keep: tuple[int, ...] = ()
     is_tagged: bool = False
 
+    def __repr__(self) -> str:
+        """Name the order without its secret."""
+        return f"SeatOrder(round={self.round}, number={self.number}, rank={self.rank} of {self.world})"
+
 
 class SeatEnded(OfSeat, frozen=True, kw_only=True):
     """The seat is done with a round; without a `cause` all of its packs were sent, or are here and right."""

@@ -85,6 +85,7 @@ def test_a_transfer_answers_all_polls_with_an_order_of_its_own_rank_each():
     (first,), (second,) = room.answers[0], room.answers[1]
     assert (first.round, first.rank, second.rank, first.world, first.num_sources) == (7, 4, 5, 6, 4)
     assert first.keep == (1, 2) and first.secret == second.secret != "00" * 32
+    assert first.secret not in repr(first)
 
 
 def test_a_transfer_is_done_when_all_seats_have_ended_it_and_counts_their_bytes_once():
