@@ -18,15 +18,18 @@ from asyncrl.core.service_status import NUM_INDICES, CoordinatorStatus
 from asyncrl.core.staleness import UNLOADED
 
 MAX_SEATS = 1 << 16
+MAX_STRIPES = 1 << 12
 MAX_TEXT = 200
 """Characters of a name or an address; further ones of a reason are cut."""
 _INDEX = rf"0|[1-9][0-9]{{0,{len(str(NUM_INDICES)) - 2}}}"
-PeerName = Annotated[str, Meta(pattern=rf"\A(publisher|receiver\.({_INDEX}))\Z")]
-"""There is one publisher; receivers are numbered, so that what is kept of them is bounded."""
-PublisherName = Annotated[str, Meta(pattern=r"\Apublisher\Z")]
+_PUBLISHER = rf"publisher(\.({_INDEX}))?"
+PeerName = Annotated[str, Meta(pattern=rf"\A({_PUBLISHER}|receiver\.({_INDEX}))\Z")]
+"""Publishers (`lanes.stripes`) and receivers are numbered, so that what is kept of them is bounded."""
+PublisherName = Annotated[str, Meta(pattern=rf"\A{_PUBLISHER}\Z")]
 ReceiverName = Annotated[str, Meta(pattern=rf"\Areceiver\.({_INDEX})\Z")]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Seats = Annotated[int, Meta(ge=0, le=MAX_SEATS)]
+StripeIndex = Annotated[int, Meta(ge=0, lt=MAX_STRIPES)]
 
 
 class OfPeer(Message, frozen=True, kw_only=True):
@@ -85,6 +88,7 @@ class PublisherHello(Hello, frozen=True, kw_only=True):
         folder: Its place in `weight_sync.folder`; empty without one.
         node: As of a receiver. path: Name under which its newest version may be mapped there.
         seats: Ranks of the learner that can take part in direct rounds; 0 unless all can.
+        stripe, num_stripes: Its stripe of each version, see `lanes.stripes`.
     """
 
     name: PublisherName
@@ -94,6 +98,8 @@ class PublisherHello(Hello, frozen=True, kw_only=True):
     node: Text = ""
     path: Text = ""
     seats: Seats = 0
+    stripe: StripeIndex = 0
+    num_stripes: Annotated[int, Meta(ge=1, le=MAX_STRIPES)] = 1
 
 
 class HelloReply(Message, frozen=True):
@@ -257,12 +263,17 @@ class Accepted(Event, frozen=True):
 
 
 class Verified(Event, frozen=True):
-    """All bytes of a round's version are there, and right; others of the node may map them as `path`."""
+    """All bytes of a round are there, and right; others of the node may map the version as `path`.
+
+    Attributes:
+        is_complete: All stripes of the version are.
+    """
 
     kind = "verified"
     round: int
     number: int
     path: Text = ""
+    is_complete: bool = True
 
 
 class Failed(Event, frozen=True):
@@ -315,12 +326,19 @@ class Instruction(Message, frozen=True):
 
 
 class Offer(Instruction, frozen=True):
-    """Make room for a version: its manifest is the frame. `direct`: the engine's workers are to hold it."""
+    """Make room for a version: its manifest is the frame.
+
+    Attributes:
+        direct: The engine's workers are to hold it.
+        stripe, num_stripes: What the round brings of it, see `lanes.stripes`.
+    """
 
     kind = "offer"
     round: int
     number: int
     direct: bool = False
+    stripe: StripeIndex = 0
+    num_stripes: Annotated[int, Meta(ge=1, le=MAX_STRIPES)] = 1
 
 
 class Transfer(Instruction, frozen=True):
