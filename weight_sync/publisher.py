@@ -41,6 +41,7 @@ from weight_sync.encoding.delta_codec import CarryBucket, DeltaNames, DeltaSende
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.memory.pool import SegmentPool, Slot
 from weight_sync.protocol import messages as told
+from weight_sync.protocol.lanes.stripes import WHOLE, Stripe
 from weight_sync.protocol.peer import RoundTracker
 from weight_sync.protocol.protocol import PUBLISHER
 from weight_sync.protocol.rounds import ABORTED, NEVER, STORE, SUPERSEDED, TRANSPORT
@@ -395,10 +396,11 @@ def _load(pool: SegmentPool, order: TransferOrder, slot: Slot, manifest: Manifes
     return _Cargo(slot, base, DeltaSender(buckets, choose_widths(manifest.layout), names))
 
 
-def cut(bytes_B: torch.Tensor, manifest: Manifest) -> list[torch.Tensor]:
-    """Return the buckets as slices of the whole address space."""
-    ranges = [manifest.bucket_range(index) for index in range(len(manifest.buckets))]
-    return [bytes_B[start:end] for start, end in ranges]
+def cut(bytes_B: torch.Tensor, manifest: Manifest, stripe: Stripe = WHOLE) -> list[torch.Tensor]:
+    """Return the buckets of `stripe` as slices of `bytes_B`: the whole address space, or the stripe's own."""
+    first = 0 if len(bytes_B) == manifest.total_bytes else manifest.layout.span(stripe)[0]
+    ranges = [manifest.bucket_range(index) for index in stripe.buckets(len(manifest.buckets))]
+    return [bytes_B[start - first : end - first] for start, end in ranges]
 
 
 def _count_bucket(number: int) -> Callable[[int, torch.Tensor], None]:

@@ -19,6 +19,7 @@ import msgpack
 from asyncrl.core.errors import SyncError, WireError
 from asyncrl.core.staleness import PolicyVersion
 from asyncrl.core.wire import field, unpack_map
+from weight_sync.protocol.lanes.stripes import Stripe
 
 ALIGNMENT_BYTES = 64
 DIGEST_CHARS = 32
@@ -125,6 +126,11 @@ class Layout:
     @property
     def num_buckets(self) -> int:
         return -(-self.total_bytes // self.bucket_bytes)
+
+    def span(self, stripe: Stripe) -> tuple[int, int]:
+        """Return the first byte of a stripe and the one after its last."""
+        buckets = stripe.buckets(self.num_buckets)
+        return buckets.start * self.bucket_bytes, min(buckets.stop * self.bucket_bytes, self.total_bytes)
 
     def pieces(self, entry: TensorEntry) -> list[tuple[int, int, int]]:
         """Return the pieces of a tensor as (bucket, start, end), in bytes of the address space."""

@@ -4,6 +4,7 @@ import itertools
 
 import msgpack
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,8 @@ from weight_sync.memory.manifest import (
     check_tensors,
     plan,
 )
+from weight_sync.protocol.lanes.stripes import Stripe
+from weight_sync.publisher import cut
 
 SPECS = [
     TensorSpec("a", "float32", (7, 3)),
@@ -74,6 +77,23 @@ def test_both_sides_make_the_same_cut(specs, bucket_bytes):
     sizes = [min(bucket_bytes, layout.total_bytes - i * bucket_bytes) for i in range(layout.num_buckets)]
     manifest = Manifest(PolicyVersion(1, 0), layout, tuple(Bucket(size, "f" * 32) for size in sizes))
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+
+
+@given(specs=specs_lists, bucket_bytes=st.integers(1, 500), count=st.integers(1, 7))
+def test_stripes_hold_each_byte_once_and_are_cut_alike_out_of_a_version_and_out_of_their_own_bytes(
+    specs, bucket_bytes, count
+):
+    layout = plan(specs, bucket_bytes)
+    sizes = [min(bucket_bytes, layout.total_bytes - i * bucket_bytes) for i in range(layout.num_buckets)]
+    manifest = Manifest(PolicyVersion(1, 0), layout, tuple(Bucket(size, "f" * 32) for size in sizes))
+    bytes_B = torch.arange(layout.total_bytes)
+    stripes = [Stripe(index, count) for index in range(count)]
+    cuts = [cut(bytes_B, manifest, stripe) for stripe in stripes]
+    assert torch.cat([bucket for buckets in cuts for bucket in buckets]).equal(bytes_B)
+    for stripe, buckets in zip(stripes, cuts, strict=True):
+        start, end = layout.span(stripe)
+        own = cut(bytes_B[start:end].clone(), manifest, stripe)
+        assert [bucket.tolist() for bucket in own] == [bucket.tolist() for bucket in buckets]
 
 
 def test_a_tensor_larger_than_a_bucket_is_split_and_stays_in_one_piece():
