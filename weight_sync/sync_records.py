@@ -39,6 +39,7 @@ class RoundRecord(_Entry, frozen=True, tag="round"):
         causes: Cause of failure by member.
         culprits: Members to which the failure is attributed.
         holder: Process whose copy the members have mapped; empty if it was sent.
+        stripe: Of the version, that was sent.
     """
 
     round: int
@@ -55,6 +56,7 @@ class RoundRecord(_Entry, frozen=True, tag="round"):
     digest: str = ""
     version_bytes: int = 0
     holder: str = ""
+    stripe: int = 0
 
 
 class BlameRecord(_Entry, frozen=True, tag="blame"):

@@ -19,11 +19,13 @@ from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from weight_sync.coordination.order_queue import OrderQueue
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
 from weight_sync.memory.staging_area import Copy, StagingArea
+from weight_sync.protocol.lanes.stripes import WHOLE, Stripe
 from weight_sync.protocol.members import PublisherInfo
 from weight_sync.protocol.messages import ReceiverHello
 from weight_sync.protocol.peer import CoordinatorEpoch, EpochCheck, RoundTracker, Stage
-from weight_sync.protocol.protocol import PUBLISHER, Coordination
+from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import NEVER, Order
+from weight_sync.receiving.assembly import Assemblies
 
 BUCKET_BYTES, NUM_BUCKETS = 64, 2
 Report = Callable[[Coordination, float], None]
@@ -166,23 +168,26 @@ class Thread:
     round: int
     number: int
     copy: Copy
+    stripe: Stripe = WHOLE
     num_buckets: int = 0
-    is_corrupt: bool = False
+
+    @property
+    def own(self) -> range:
+        return self.stripe.buckets(NUM_BUCKETS)
 
     @property
     def is_done(self) -> bool:
-        return self.num_buckets == NUM_BUCKETS
+        return self.num_buckets == len(self.own)
 
     def move(self, is_corrupt: bool = False) -> None:
-        start = self.num_buckets * BUCKET_BYTES
+        start = self.own[self.num_buckets] * BUCKET_BYTES
         self.copy.bytes_B[start : start + BUCKET_BYTES] = self.number % 256 ^ is_corrupt
         self.num_buckets += 1
 
     def has_right_digests(self) -> bool:
-        buckets = self.copy.manifest.buckets
         parts = self.copy.bytes_B.reshape(NUM_BUCKETS, BUCKET_BYTES)
-        pairs = zip(buckets, parts, strict=True)
-        return all(xxhash.xxh3_128(part.numpy().data).hexdigest() == bucket.digest for bucket, part in pairs)
+        wanted = self.copy.manifest.digests
+        return all(xxhash.xxh3_128(parts[i].numpy().data).hexdigest() == wanted[i] for i in self.own)
 
 
 class ModelReceiver(Peer):
@@ -191,7 +196,9 @@ class ModelReceiver(Peer):
     def __init__(self, name: str, incarnation: str, started_ms: int, prefix: str) -> None:
         super().__init__(name, incarnation, started_ms)
         self.staging = StagingArea(f"{prefix}{incarnation}-", incarnation)
-        self.incoming: dict[int, Copy] = {}
+        self.assemblies = Assemblies(self.staging)
+        self.incoming: dict[int, tuple[Copy, Stripe]] = {}
+        self.num_kept = 0  # stripes that an offer found here
         self.threads: dict[int, Thread] = {}
         self.serving = UNLOADED
         self.is_attended = self.is_pinned = self.is_draining = False
@@ -214,9 +221,10 @@ class ModelReceiver(Peer):
     def obey(self, order: Order) -> None:
         fields = order.fields
         if order.kind == "offer":
-            self._accept(fields["round"], fields["number"], is_direct=fields["direct"])
+            stripe = Stripe(fields["stripe"], fields["num_stripes"])
+            self._accept(fields["round"], fields["number"], stripe, is_direct=fields["direct"])
         elif order.kind == "transfer" and self.rounds.begin(fields["round"]):
-            thread = Thread(fields["round"], fields["number"], self.incoming[fields["round"]])
+            thread = Thread(fields["round"], fields["number"], *self.incoming[fields["round"]])
             self.threads[fields["round"]] = thread
         elif order.kind == "abort":
             self.abort(fields["round"])
@@ -226,13 +234,22 @@ class ModelReceiver(Peer):
             self.staging.withdraw()
             self.is_attended = False
 
-    def _accept(self, round_id: int, number: int, *, is_direct: bool) -> None:
+    def _accept(self, round_id: int, number: int, stripe: Stripe, *, is_direct: bool) -> None:
         if self.rounds.offer(round_id):
             manifest = manifest_of(number)
             bytes_B = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
-            copy = Copy(manifest, "", bytes_B) if is_direct else self.staging.make_room(manifest)
-            self.incoming[round_id] = copy
-            while not self.staging.reserve(copy):
+            if is_direct:
+                found = self.assemblies.add(round_id, Copy(manifest, "", bytes_B))
+            else:
+                found = self.assemblies.join(round_id, manifest, stripe.count)
+            if stripe.index in found.stripes:
+                self.num_kept += 1
+                self.rounds.begin(round_id)
+                self.rounds.end(round_id)
+                self._report_verified(round_id, number, stripe)
+                return
+            self.incoming[round_id] = found.copy, stripe
+            while not self.staging.reserve(found.copy):
                 pass
         if round_id in self.incoming:
             self.report(lambda c, now: c.accepted(self.name, round_id, now))
@@ -241,27 +258,33 @@ class ModelReceiver(Peer):
         stage = self.rounds.abort(round_id)
         if stage is None:
             return
-        copy = self.incoming.pop(round_id)
-        if stage is Stage.OFFERED or copy.is_direct:
-            self.staging.give_back(copy)
+        del self.incoming[round_id]
+        if stage is Stage.OFFERED:
+            self.assemblies.leave(round_id)
         else:
-            self.staging.abandon(round_id, copy)
+            self.assemblies.abandon(round_id)
         self.report(lambda c, now: c.failed(self.name, round_id, "aborted", now))
 
     def end(self, thread: Thread, cause: str = "") -> None:
         """The transfer thread ends, by itself or because the group broke."""
         del self.threads[thread.round]
         if not self.rounds.end(thread.round):
-            self.staging.end_abandoned(thread.round)
+            self.assemblies.end_abandoned(thread.round)
             return
-        copy = self.incoming.pop(thread.round)
+        del self.incoming[thread.round]
         cause = cause or ("" if thread.has_right_digests() else "digest")
         if cause:
-            self.staging.give_back(copy)
+            self.assemblies.leave(thread.round)
             self.report(lambda c, now: c.failed(self.name, thread.round, cause, now, thread.num_buckets))
         else:
+            self._report_verified(thread.round, thread.number, thread.stripe)
+
+    def _report_verified(self, round_id: int, number: int, stripe: Stripe) -> None:
+        copy = self.assemblies.verify(round_id, stripe.index)
+        if copy is not None:
             self.staging.put_verified(copy)
-            self.report(lambda c, now: c.verified(self.name, thread.round, thread.number, now))
+        is_complete = copy is not None
+        self.report(lambda c, now: c.verified(self.name, round_id, number, now, "", is_complete))
 
     # --- the replica ------------------------------------------------------------------------------
 
@@ -310,21 +333,23 @@ class ModelReceiver(Peer):
 class ModelPublisher(Peer):
     """Does what `publisher.py` does; `number` is the version in its shared memory."""
 
-    def __init__(self, incarnation: str, started_ms: int) -> None:
-        super().__init__(PUBLISHER, incarnation, started_ms)
-        self.number = UNLOADED
+    def __init__(
+        self, incarnation: str, started_ms: int, stripe: Stripe = WHOLE, number: int = UNLOADED
+    ) -> None:
+        super().__init__(stripe.publisher, incarnation, started_ms)
+        self.stripe, self.number = stripe, number
         self.sending: dict[int, int] = {}
         self.began: dict[int, float] = {}
 
     def introduce(self, coordination: Coordination, now: float) -> bool:
         place = (self.incarnation, "127.0.0.1", 1, now)
-        publisher = PublisherInfo(*place, started_ms=self.started_ms, seats=self.seats)
+        publisher = PublisherInfo(*place, started_ms=self.started_ms, seats=self.seats, stripe=self.stripe)
         current = PolicyVersion(self.number, self.number) if self.number else None
         return coordination.publisher_hello(publisher, current, now)
 
     def publish(self, number: int) -> None:
         self.number = number
-        self.report(lambda c, now: c.published(PolicyVersion(number, number), now))
+        self.report(lambda c, now: c.published(PolicyVersion(number, number), now, name=self.name))
 
     def obey(self, order: Order) -> None:
         round_id = order.fields.get("round", 0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from asyncrl.core.errors import WireError
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.service_status import MemberStatus, RoundStatus
 from asyncrl.core.states import ServiceState
+from weight_sync.protocol.lanes.stripes import Stripe
 from weight_sync.protocol.members import Member, PublisherInfo
 from weight_sync.protocol.messages import PublisherHello
 from weight_sync.protocol.protocol import Coordination
@@ -61,7 +63,14 @@ def _round_status(round_: Round, now: float) -> RoundStatus:
 
 
 def publisher_info_of(hello: PublisherHello, now: float) -> PublisherInfo:
-    """Return the publisher that says hello."""
+    """Return the publisher that says hello.
+
+    Raises:
+        WireError: Its name is not that of its stripe's publisher.
+    """
+    stripe = Stripe(hello.stripe, hello.num_stripes)
+    if hello.stripe >= hello.num_stripes or hello.name != stripe.publisher:
+        raise WireError(f"{hello.name} says that it sends stripe {hello.stripe} of {hello.num_stripes}")
     return PublisherInfo(
         hello.incarnation,
         hello.store_host,
@@ -72,4 +81,5 @@ def publisher_info_of(hello: PublisherHello, now: float) -> PublisherInfo:
         node=hello.node,
         seats=hello.seats,
         path=hello.path,
+        stripe=stripe,
     )

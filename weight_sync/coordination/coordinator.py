@@ -48,7 +48,7 @@ from weight_sync.coordination.order_queue import (
 )
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.protocol import messages as wire
-from weight_sync.protocol.protocol import PUBLISHER, Coordination
+from weight_sync.protocol.protocol import Coordination
 from weight_sync.sync_records import (
     BlameRecord,
     LoadFailureRecord,
@@ -227,28 +227,29 @@ class CoordinatorService:
         if not self._is_known(asked):
             return wire.Reported(token, known=False)
         if not asked.seq or self._reports.is_new(asked.name, asked.incarnation, asked.seq):
-            if asked.name == PUBLISHER:
-                self._hear_publisher(request, wire.read_event(asked.name, asked, wire.OF_PUBLISHER))
-            else:
+            if asked.name in self._coordination.members:
                 self._hear_receiver(asked.name, wire.read_event(asked.name, asked, wire.OF_RECEIVER))
+            else:
+                event = wire.read_event(asked.name, asked, wire.OF_PUBLISHER)
+                self._hear_publisher(asked.name, request, event)
         return wire.Reported(token, known=True)
 
-    def _hear_publisher(self, request: Request, event: wire.Event) -> None:
+    def _hear_publisher(self, name: str, request: Request, event: wire.Event) -> None:
         coordination, now = self._coordination, self._clock.now()
         match event:
             case wire.Published():
                 version, num_bytes = self._take_manifest(request)
                 if version is None:
                     raise WireError("a version was published without a manifest")
-                coordination.published(version, now, num_bytes, event.path)
+                coordination.published(version, now, num_bytes, event.path, name)
             case wire.Sent():
                 coordination.sent(event.round, event.num_bytes, now)
             case wire.SendFailed():
                 coordination.send_failed(event.round, event.cause[: wire.MAX_TEXT], now, event.begun_s)
             case wire.SeatsChanged():
-                coordination.seats_changed(PUBLISHER, event.seats, now)
+                coordination.seats_changed(name, event.seats, now)
             case wire.Goodbye():
-                coordination.publisher_leaves(now)
+                coordination.publisher_leaves(now, name)
 
     def _hear_receiver(self, name: str, event: wire.Event) -> None:
         coordination, now = self._coordination, self._clock.now()
@@ -277,7 +278,8 @@ class CoordinatorService:
                 coordination.accepted(name, event.round, now)
             case wire.Verified():
                 fault_point("coordinator.verified", event.number)
-                coordination.verified(name, event.round, event.number, now, event.path)
+                is_complete = event.is_complete
+                coordination.verified(name, event.round, event.number, now, event.path, is_complete)
             case wire.Failed():
                 cause = event.cause[: wire.MAX_TEXT]
                 coordination.failed(name, event.round, cause, now, event.num_buckets)

@@ -58,7 +58,6 @@ class StagingArea:
     def __init__(self, prefix: str, incarnation: str, keeps_base: bool = False) -> None:
         self._prefix, self._incarnation, self._serial = prefix, incarnation, 0
         self._free: list[tuple[str, torch.Tensor]] = []
-        self._abandoned: dict[int, Copy] = {}
         self._copies: Copies[Copy] = Copies(self.give_back)
         self._keeps_base = keeps_base
         self._base: Copy | None = None
@@ -175,14 +174,6 @@ class StagingArea:
         self._free.append((copy.path, copy.bytes_B))
         while len(self._free) > MAX_FREE:
             self._remove(self._free.pop(0)[0])
-
-    def abandon(self, round_id: int, copy: Copy) -> None:
-        """The round was aborted, but a thread may still write into its copy."""
-        self._abandoned[round_id] = copy
-
-    def end_abandoned(self, round_id: int) -> None:
-        """That thread has ended."""
-        self.give_back(self._abandoned.pop(round_id, None))
 
     def put_verified(self, copy: Copy) -> None:
         """Keep a verified copy until its commit.

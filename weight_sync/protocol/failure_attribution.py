@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from weight_sync.protocol.lanes.stripes import PUBLISHER
 from weight_sync.protocol.members import Member
 from weight_sync.protocol.rounds import (
     ABORTED,
@@ -28,7 +29,7 @@ from weight_sync.protocol.rounds import (
     Round,
     Sender,
 )
-from weight_sync.protocol.state import PUBLISHER, CoordinationState
+from weight_sync.protocol.state import CoordinationState
 from weight_sync.sync_records import RoundRecord
 
 BLAMELESS = (PUBLISHER_LOST, SUPERSEDED, LEFT)
@@ -95,7 +96,8 @@ class FailureAttribution:
         causes = {self._cause_of(member, round_) for member in members}
         is_everyone = len(members) > 1 and len(members) == len(round_.receivers)
         if is_everyone and causes == {DIGEST}:
-            self._state.blame_publisher("the bytes of every member differ from the digests", round_)
+            cause = "the bytes of every member differ from the digests"
+            self._state.blame_publisher(round_.stripe, cause, round_)
         for member in members:
             if not (is_everyone and causes == {DIGEST}):
                 self._state.blame(member, self._cause_of(member, round_), round_)
@@ -154,4 +156,5 @@ def _record(round_: Round, now: float) -> RoundRecord:
         causes=causes,
         culprits=list(round_.culprits),
         holder=round_.holder,
+        stripe=round_.stripe.index,
     )

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from asyncrl.core.staleness import UNLOADED
+from asyncrl.core.staleness import UNLOADED, PolicyVersion
+from weight_sync.protocol.lanes.stripes import WHOLE, Stripe
 from weight_sync.protocol.messages import ReceiverHello
 from weight_sync.protocol.rounds import Lane, Round
 
@@ -47,12 +48,15 @@ MAX_LONE_ROUNDS = MAX_STAGED_VERSIONS = 32
 
 @dataclass
 class PublisherInfo:
-    """The publisher as the coordinator knows it.
+    """A publisher as the coordinator knows it.
 
     Attributes:
         is_missed: It was blamed for its silence and has not been heard since.
         started_ms: As in `Hello`.
         folder, node, path, seats: As in `PublisherHello`.
+        stripe: Of each version that it sends.
+        newest: The version that it can send.
+        num_unanswered: Aborts in a row that it has not answered.
     """
 
     incarnation: str
@@ -65,6 +69,9 @@ class PublisherInfo:
     node: str = ""
     path: str = ""
     seats: int = 0
+    stripe: Stripe = WHOLE
+    newest: PolicyVersion | None = None
+    num_unanswered: int = 0
 
 
 @dataclass

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from asyncrl.core.staleness import PolicyVersion
+from weight_sync.protocol.lanes.publishers import Publishers
+from weight_sync.protocol.lanes.stripes import PUBLISHER
 from weight_sync.protocol.members import Member, MemberState, PublisherInfo
 from weight_sync.protocol.messages import ReceiverHello, Withdraw
 from weight_sync.protocol.round_manager import RoundManager
@@ -26,7 +28,7 @@ from weight_sync.protocol.rounds import (
     Round,
     Timing,
 )
-from weight_sync.protocol.state import PUBLISHER, CoordinationState
+from weight_sync.protocol.state import CoordinationState
 from weight_sync.protocol.swap_scheduler import SwapScheduler
 from weight_sync.sync_records import Record
 
@@ -61,6 +63,7 @@ class Coordination:
         self._rounds = RoundManager(self._state)
         self._reports = RoundReports(self._state, self._rounds)
         self._silence = SilenceCheck(self._state, self._rounds)
+        self._publishers = Publishers(self._state, self._rounds)
         self._swap_scheduler = SwapScheduler(self._state)
         self._ticked: float | None = None
         self._changed_at: float | None = None
@@ -185,29 +188,17 @@ class Coordination:
         Returns:
             False if it must not: a newer publisher lives.
         """
-        known = self.publisher
-        is_same = known is not None and known.incarnation == publisher.incarnation
-        is_older = known is not None and not is_same and publisher.started_ms < known.started_ms
-        if is_older and known is not None and now - known.last_seen < self.timing.dead_s:
-            self.counters["refused_hellos"] += 1
+        if not self._publishers.join(publisher, current, now, num_bytes):
             return False
-        self._state.forget_orders(PUBLISHER)
-        self._state.publisher = publisher
-        if not is_same:
-            self._state.current = None
-        cause = "another process has taken its place" if known is not None and not is_same else ""
-        self._rounds.leave_publisher(cause, now)
-        if current is not None:
-            self.published(current, now, num_bytes, publisher.path)
         self._note_change(now)
         return True
 
     def seen(self, name: str, incarnation: str, now: float) -> bool:
         """Note that a peer spoke; False means that it must say hello first."""
         self._forgive(now)
-        if name == PUBLISHER:
-            publisher = self.publisher
-            if publisher is None or publisher.incarnation != incarnation:
+        publisher = self._state.publishers.get(name)
+        if publisher is not None:
+            if publisher.incarnation != incarnation:
                 return False
             is_back = self._state.is_silent(publisher.last_seen, now)
             publisher.last_seen, publisher.is_missed = now, False
@@ -242,10 +233,9 @@ class Coordination:
             self._rounds.groups.forget(name)
         self._note_change(now, name)
 
-    def publisher_leaves(self, now: float) -> None:
+    def publisher_leaves(self, now: float, name: str = PUBLISHER) -> None:
         """The publisher ends in order."""
-        self._state.publisher = self._state.current = None
-        self._rounds.leave_publisher("", now)
+        self._publishers.leave(name, now)
         self._note_change(now)
 
     def pin(self, name: str, now: float) -> None:
@@ -277,26 +267,15 @@ class Coordination:
 
     # --- versions and rounds ----------------------------------------------------------------------
 
-    def published(self, version: PolicyVersion, now: float, num_bytes: int = 0, path: str = "") -> None:
-        """A version of that size is ready at the publisher; older unsent ones are skipped.
+    def published(
+        self, version: PolicyVersion, now: float, num_bytes: int = 0, path: str = "", name: str = PUBLISHER
+    ) -> None:
+        """A version of that size is ready at a publisher; older unsent ones are skipped.
 
         Args:
             path: Name under which it may be mapped on the publisher's node.
         """
-        current = self.current
-        if current is not None and version.number <= current.number:
-            return
-        if version.number < self._state.newest_number:
-            self.counters["old_versions"] += 1
-            return
-        if current is not None and current.number not in self._state.sent_numbers:
-            self.counters["versions_skipped"] += 1
-        self._state.current, self._state.newest_number = version, version.number
-        self._state.num_bytes = num_bytes
-        self._state.lagging.update(self.members)
-        if self.publisher is not None:
-            self.publisher.path = path
-        self.counters["versions_published"] += 1
+        self._publishers.note(name, version, num_bytes, path)
         self._note_change(now)
 
     def accepted(self, name: str, round_id: int, now: float) -> None:
@@ -312,13 +291,20 @@ class Coordination:
         if (round_ := self._rounds.find(round_id)) is not None:
             round_.note_progress(name, num_steps, now)
 
-    def verified(self, name: str, round_id: int, number: int, now: float, path: str = "") -> None:
-        """The member holds all of version `number` with the right digests.
+    def verified(
+        self, name: str, round_id: int, number: int, now: float, path: str = "", is_complete: bool = True
+    ) -> None:
+        """The member holds what the round brings of version `number` with the right digests.
 
         Args:
             path: Name under which others of its node may map it; a copy that it has mapped itself has none.
+            is_complete: It holds all stripes of the version.
         """
         member = self.members[name]
+        if not is_complete:
+            self._reports.note_stripe(member, self._rounds.find(round_id))
+            self._note_change(now, name)
+            return
         self._reports.note_verified(member, self._rounds.find(round_id), number, path, now)
         if member.is_listening and number > max(member.serving, member.staged or 0, member.swapping or 0):
             self._swap_scheduler.ask(member, number)
@@ -400,7 +386,7 @@ class Coordination:
         self._settle()
         self._forgive(now)
         self._silence.look(now)
-        self._rounds.check_publisher(now)
+        self._rounds.check_publishers(now)
         self._swap_scheduler.check_deadlines(now)
         self._note_change(now)
         self._settle()

@@ -1,7 +1,8 @@
 """Active rounds, from offer to end: their members, pending answers, and outcome (pure).
 
-Owns the active rounds; `lanes` has which of them begin, and their orders. A round per version and set of
-members: offer → transfer → verify, or map → verify where a process of the members' node has the version.
+Owns the active rounds; `lanes` has which of them begin, and their orders. A round per version, stripe of it
+and set of members: offer → transfer → verify, or map → verify where a process of the members' node has the
+version.
 Invariants: an offer is always of the newest published version; no round outlasts its deadline.
 """
 
@@ -12,6 +13,7 @@ import math
 from weight_sync.protocol.copies.sharing import CopySharing
 from weight_sync.protocol.failure_attribution import FailureAttribution
 from weight_sync.protocol.lanes.starts import RoundStarts
+from weight_sync.protocol.lanes.stripes import PUBLISHER
 from weight_sync.protocol.lanes.transfers import Transfers
 from weight_sync.protocol.members import Member
 from weight_sync.protocol.messages import Abort, Close
@@ -34,7 +36,7 @@ from weight_sync.protocol.rounds import (
     Round,
     Sender,
 )
-from weight_sync.protocol.state import PUBLISHER, CoordinationState
+from weight_sync.protocol.state import CoordinationState
 
 
 class RoundManager:
@@ -49,7 +51,6 @@ class RoundManager:
         self._starts = RoundStarts(state, self.active, self.sharing)
         self.transfers = Transfers(state, self.active, self.groups)
         self.last_round_s: float | None = None
-        self._num_unanswered = 0
 
     def advance(self, now: float) -> None:
         """Go on with every round and start those that can start."""
@@ -82,9 +83,16 @@ class RoundManager:
     def set_part(self, round_: Round, name: str, part: Part) -> None:
         """Note a member's progress."""
         round_.set_part(name, part)
-        if part in FINAL_PARTS:
+        if part in FINAL_PARTS and not self._is_in_sibling(round_, name, *OPEN_PARTS):
             self._state.members[name].staging = None
             self._state.lagging.add(name)
+
+    def _is_in_sibling(self, round_: Round, name: str, *parts: Part) -> bool:
+        """Tell whether the member's part is one of `parts` in a round of another stripe of the version."""
+        return not round_.stripe.is_whole and any(
+            other is not round_ and other.version == round_.version and other.parts.get(name) in parts
+            for other in self.active.values()
+        )
 
     def leave(self, member: Member, now: float, is_gone: bool = True) -> None:
         """Take a member out of its round without blame.
@@ -107,23 +115,26 @@ class RoundManager:
             if round_.parts.get(name) in (Part.FAILED, Part.VERIFIED):
                 round_.set_part(name, Part.LEFT)
 
-    def check_publisher(self, now: float) -> None:
+    def check_publishers(self, now: float) -> None:
         """Blame a silent publisher once, and end the rounds that still need it."""
-        publisher = self._state.publisher
-        if publisher is None or publisher.is_missed or not self._state.is_silent(publisher.last_seen, now):
-            return
-        publisher.is_missed = True
-        needing = [round_ for round_ in self.active.values() if round_.sender is Sender.PENDING]
-        for round_ in needing:
-            self._lose_publisher(round_, SILENT, now)
-        if not needing:
-            self._state.blame_publisher(SILENT)
+        for publisher in self._state.publishers.values():
+            if publisher.is_missed or not self._state.is_silent(publisher.last_seen, now):
+                continue
+            publisher.is_missed = True
+            name = publisher.stripe.publisher
+            rounds = [one for one in self.active.values() if one.stripe.publisher == name]
+            needing = [round_ for round_ in rounds if round_.sender is Sender.PENDING]
+            for round_ in needing:
+                self._lose_publisher(round_, SILENT, now)
+            if not needing:
+                self._state.blame_publisher(publisher.stripe, SILENT)
 
-    def leave_publisher(self, cause: str, now: float) -> None:
-        """Drop the publisher and every group; without a `cause` no peer is blamed."""
+    def leave_publisher(self, name: str, cause: str, now: float) -> None:
+        """Drop a publisher and every group; without a `cause` no peer is blamed."""
         self.groups.clear()
         for round_ in self.active.values():
-            self._lose_publisher(round_, cause, now)
+            if round_.stripe.publisher == name:
+                self._lose_publisher(round_, cause, now)
 
     def leave_direct_path(self, now: float) -> None:
         """Drop the groups of the learner's ranks, which are other ones now."""
@@ -138,9 +149,10 @@ class RoundManager:
         """
         is_late = round_.broken_by in OVERDUE and round_.broken_at is not None and began >= round_.broken_at
         if round_.awaits_publisher and (is_late or began == math.inf):
-            self._state.blame_publisher("had not begun to send", round_)
+            self._state.blame_publisher(round_.stripe, "had not begun to send", round_)
         round_.has_publisher_spoken = True
-        self._num_unanswered = 0
+        if (publisher := self._state.publishers.get(round_.stripe.publisher)) is not None:
+            publisher.num_unanswered = 0
 
     def break_up(self, round_: Round, cause: str, now: float) -> None:
         """Give the group up and ask all for a heartbeat; a member without one in time is the culprit."""
@@ -154,7 +166,7 @@ class RoundManager:
         round_.has_publisher_spoken = is_in_time and round_.sender is Sender.SENT
         if round_.sender is Sender.PENDING:
             round_.sender = Sender.FAILED
-        self._state.order(PUBLISHER, Abort(round_.id))
+        self._state.order(round_.stripe.publisher, Abort(round_.id))
         for name in round_.those(*OPEN_PARTS):
             self._state.order(name, Abort(round_.id))
         for name in round_.those(Part.OFFERED, Part.ACCEPTED):
@@ -165,7 +177,7 @@ class RoundManager:
         is_store = cause.startswith(STORE)
         self.break_up(round_, cause if is_store or cause == SUPERSEDED else TRANSPORT, now)
         if is_store:
-            self._state.blame_publisher(cause, round_)
+            self._state.blame_publisher(round_.stripe, cause, round_)
 
     # --- progress -----------------------------------------------------------------------------------
 
@@ -211,36 +223,39 @@ class RoundManager:
 
     def _miss_publisher(self, round_: Round, asked: float) -> None:
         """Judge a publisher that has not answered an abort: gone, or busy if it polls, allowed once."""
-        publisher = self._state.publisher
-        has_polled = publisher is not None and publisher.last_seen > asked
-        self._num_unanswered += 1
+        publisher = self._state.publishers.get(round_.stripe.publisher)
         round_.has_publisher_spoken = True
         round_.broken_by = round_.causes[PUBLISHER] = PUBLISHER_LOST
-        if not has_polled:
-            self._state.blame_publisher(SILENT, round_)
-        elif self._num_unanswered > 1:
-            self._state.blame_publisher("no answer to aborts", round_)
+        if publisher is not None:
+            publisher.num_unanswered += 1
+        if publisher is None or publisher.last_seen <= asked:
+            self._state.blame_publisher(round_.stripe, SILENT, round_)
+        elif publisher.num_unanswered > 1:
+            self._state.blame_publisher(round_.stripe, "no answer to aborts", round_)
 
     def _lose_publisher(self, round_: Round, cause: str, now: float) -> None:
         if round_.is_broken or round_.is_over or round_.is_mapped:
             return
         self.break_up(round_, PUBLISHER_LOST, now)
         if cause:
-            self._state.blame_publisher(cause, round_)
+            self._state.blame_publisher(round_.stripe, cause, round_)
 
     def _leave_out(self, round_: Round, name: str, cause: str) -> None:
+        """Wait for a member no longer, and blame it, once for all stripes of the version."""
         member = self._state.members[name]
-        if not round_.is_mapped:
+        is_blamed = self._is_in_sibling(round_, name, Part.LEFT_OUT)
+        if not (round_.is_mapped or is_blamed):
             member.part_from_others()
         self.set_part(round_, name, Part.LEFT_OUT)
         round_.causes[name] = cause
         self._state.order(name, Abort(round_.id))
-        self._state.blame(member, cause, round_)
+        if not is_blamed:
+            self._state.blame(member, cause, round_)
 
     def _close(self, round_: Round, now: float) -> None:
         del self.active[round_.id]
         if round_.lane is Lane.FOLDER:
-            self._state.order(PUBLISHER, Close(round_.id))
+            self._state.order(round_.stripe.publisher, Close(round_.id))
         self._state.counters["rounds"] += 1
         if round_.has_spoilt_group:
             self.groups.drop(round_.membership)

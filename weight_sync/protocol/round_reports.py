@@ -23,10 +23,15 @@ class RoundReports:
     def __init__(self, state: CoordinationState, rounds: RoundManager) -> None:
         self._state, self._rounds = state, rounds
 
-    def note_verified(self, member: Member, round_: Round | None, number: int, path: str, now: float) -> None:
-        """The member holds version `number`; others of its node may map it as `path`."""
-        if round_ is not None and round_.parts.get(member.name) is Part.RECEIVING:
+    def note_stripe(self, member: Member, round_: Round | None) -> None:
+        """The member holds what the round brings; it may have held it before."""
+        if round_ is not None and round_.parts.get(member.name) in (Part.OFFERED, Part.RECEIVING):
             self._rounds.set_part(round_, member.name, Part.VERIFIED)
+
+    def note_verified(self, member: Member, round_: Round | None, number: int, path: str, now: float) -> None:
+        """The member holds all of version `number`; others of its node may map it as `path`."""
+        if round_ is not None and round_.parts.get(member.name) is Part.RECEIVING:
+            self.note_stripe(member, round_)
             member.last_round_s = now - round_.started
             member.note_arrival(round_)
             if not round_.is_direct:

@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncrl.core.rpc.message import fields_of
 from asyncrl.core.staleness import PolicyVersion
+from weight_sync.protocol.lanes.stripes import WHOLE, Stripe
 from weight_sync.protocol.messages import Instruction, Transfer
 
 MAX_CACHED_GROUPS = 8
@@ -35,9 +36,9 @@ ASKING_CAUSES = (TRANSPORT, *OVERDUE)
 
 
 class Lane(StrEnum):
-    """Rounds run side by side, at most one in each of the first three lanes and in DIRECT.
+    """Rounds run side by side, at most one of each stripe in each of the first three lanes and in DIRECT.
 
-    A member is in one round, besides those that it has left or is done with.
+    A member is in one round of each stripe, besides those that it has left or is done with.
     """
 
     MAIN = "MAIN"
@@ -146,6 +147,7 @@ class Round:
     """See the module. `parts` is in rank order: the first member has rank 1.
 
     Attributes:
+        stripe: Of the version, that it brings.
         receivers: Members at the start of the transfer.
         transfer: Order of the transfer, as the publisher got it.
         until: End of the phase.
@@ -181,6 +183,7 @@ class Round:
     progress: dict[str, tuple[int, float]] = field(default_factory=dict)
     holder: str = ""
     holder_incarnation: str = ""
+    stripe: Stripe = WHOLE
 
     def __post_init__(self) -> None:
         self._counts = Counter(self.parts.values())
@@ -291,10 +294,10 @@ class GroupCache:
             self._numbers.move_to_end(key)
         return self._numbers.get(key)
 
-    def add(self, key: tuple[tuple[str, str], ...], number: int) -> int:
+    def add(self, key: tuple[tuple[str, str], ...], number: int, num_stripes: int = 1) -> int:
         """Note a new group; the one that was not used for longest goes."""
         self._numbers[key], self._names[number] = number, frozenset(name for name, _ in key)
-        while len(self._numbers) > MAX_CACHED_GROUPS:
+        while len(self._numbers) > MAX_CACHED_GROUPS * num_stripes:
             self._names.pop(self._numbers.popitem(last=False)[1])
         return number
 
@@ -309,6 +312,6 @@ class GroupCache:
             self.drop(number)
 
     def clear(self) -> None:
-        """The publisher is gone."""
+        """A publisher is gone."""
         self._numbers.clear()
         self._names.clear()

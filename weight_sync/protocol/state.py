@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
+from weight_sync.protocol.lanes.stripes import PUBLISHER, Stripe
 from weight_sync.protocol.members import Member, PublisherInfo
 from weight_sync.protocol.messages import Instruction
 from weight_sync.protocol.rounds import (
@@ -25,7 +26,6 @@ from weight_sync.protocol.rounds import (
 )
 from weight_sync.sync_records import BlameRecord, Record
 
-PUBLISHER = "publisher"
 ID_BITS = 20
 """Of an id that count up; the bits above them are the coordinator's token."""
 MAX_BACKOFF_S = 5.0
@@ -36,7 +36,8 @@ class CoordinationState:
     """See the module.
 
     Attributes:
-        current: The version that the publisher can send, and its size in bytes.
+        publishers: By name; there is one of each stripe once all have said hello.
+        current: The version that all publishers can send, and its size in bytes.
         newest_number: Of all versions that any publisher had; an older one is never offered.
         uses_delta: Let differences be sent to members that hold the same base.
         uses_direct: Let learner ranks send to engine workers where both can.
@@ -53,7 +54,7 @@ class CoordinationState:
     max_unavailable: float | None = None
     uses_direct: bool = False
     members: dict[str, Member] = field(default_factory=dict)
-    publisher: PublisherInfo | None = None
+    publishers: dict[str, PublisherInfo] = field(default_factory=dict)
     current: PolicyVersion | None = None
     num_bytes: int = 0
     newest_number: int = UNLOADED
@@ -68,6 +69,17 @@ class CoordinationState:
         self._orders: list[Order] = []
         self._records: list[Record] = []
         self._last_id = self.token << ID_BITS
+
+    @property
+    def publisher(self) -> PublisherInfo | None:
+        """The publisher of the first stripe, which speaks for the learner's ranks too."""
+        return self.publishers.get(PUBLISHER)
+
+    @property
+    def senders(self) -> list[PublisherInfo]:
+        """The publishers in the order of their stripes; empty unless each stripe has one."""
+        known = sorted(self.publishers.values(), key=lambda one: one.stripe.index)
+        return known if known and len(known) == known[0].stripe.count else []
 
     def deadlines(self, lane: Lane) -> Timing:
         """Return those of the current version in a lane."""
@@ -126,8 +138,8 @@ class CoordinationState:
     def shift(self, seconds: float, now: float) -> None:
         """Put deadlines off by a time in which the coordinator did not run; nobody was silent then."""
         self.counters["pauses"] += 1
-        if self.publisher is not None:
-            self.publisher.last_seen = now
+        for publisher in self.publishers.values():
+            publisher.last_seen = now
         for member in self.members.values():
             member.last_seen = now
             member.swap_until += seconds
@@ -144,9 +156,9 @@ class CoordinationState:
         if member.is_listening:
             self.fence(member)
 
-    def blame_publisher(self, cause: str, round_: Round | None = None) -> None:
-        """Name the publisher as the culprit."""
-        self._name(PUBLISHER, cause, round_)
+    def blame_publisher(self, stripe: Stripe, cause: str, round_: Round | None = None) -> None:
+        """Name the publisher of a stripe as the culprit."""
+        self._name(stripe.publisher, cause, round_)
 
     def fence(self, member: Member) -> None:
         """Take the member's leases away until it has caught up with the newest version."""

@@ -1,9 +1,8 @@
 """Rounds that a receiver takes part in: memory for an offer, the transfer into it, its digests, its end; or a
 copy of its node that it maps and checks.
 
-Owns the copies of open rounds and the transfers into them. A copy whose round was aborted stays out of use
-until the thread that may still write to it has ended. Invariant: only a copy whose digests all matched is
-put into the staging area as verified.
+Owns the transfers into the copies of open rounds (`assembly`). Invariant: only a copy whose digests all
+matched is put into the staging area as verified.
 """
 
 from __future__ import annotations
@@ -30,9 +29,11 @@ from weight_sync.memory.manifest import Manifest, VersionBounds
 from weight_sync.memory.staging_area import Copy, StagingArea
 from weight_sync.protocol import messages as told
 from weight_sync.protocol.copies.sharing import UNMAPPABLE
+from weight_sync.protocol.lanes.stripes import WHOLE, Stripe
 from weight_sync.protocol.peer import RoundTracker, Stage
 from weight_sync.protocol.rounds import ABORTED, SUPERSEDED, TRANSPORT
 from weight_sync.publisher import cut
+from weight_sync.receiving.assembly import Assemblies
 from weight_sync.transfer_executor import AfterBucket, Check, MakeTransport, TransferExecutor, TransferOrder
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,6 @@ PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Errors that say nothing of whether a segment can be mapped: this process has no room for it now."""
 PROGRESS_EVERY_S = 0.5
 """Between two reports of one round's progress: a version that arrives in less is not told of."""
-NO_BYTES = torch.empty(0, dtype=torch.uint8)
 OnBucket = Callable[[int, int, torch.Tensor], None]
 """Called with version number, bucket index and the received bytes, before they are verified."""
 
@@ -56,6 +56,7 @@ class _Incoming:
 
     round: int
     copy: Copy
+    stripe: Stripe = WHOLE
     order: TransferOrder | None = None
     num_buckets: int = 0
     is_reserved: bool = False
@@ -88,6 +89,7 @@ class InboundRounds:
         desk: Desk | None = None,
     ) -> None:
         self._staging, self._desk = staging, desk
+        self._assemblies = Assemblies(staging)
         self._transfers = TransferExecutor(runtime, make_transport)
         self._report = report
         self._call_soon = call_soon
@@ -118,12 +120,18 @@ class InboundRounds:
         if is_new:
             try:
                 version = Manifest.from_bytes(manifest, bounds=self._bounds)
-                copy = Copy(version, "", NO_BYTES) if order.direct else self._staging.make_room(version)
+                stripe = Stripe(order.stripe, order.num_stripes)
+                found = self._assemblies.join(round_id, version, stripe.count, is_direct=order.direct)
             except (SyncError, WireError) as error:
                 self._rounds.abort(round_id)
                 self._refuse(round_id, error)
                 return
-            self._incoming[round_id] = _Incoming(round_id, copy)
+            if stripe.index in found.stripes:
+                self._rounds.begin(round_id)
+                self._rounds.end(round_id)
+                self._report_verified(round_id, order.number, stripe)
+                return
+            self._incoming[round_id] = _Incoming(round_id, found.copy, stripe)
         incoming = self._incoming.get(round_id)
         if incoming is not None and (is_new or incoming.is_reserved):  # else it is over, or being reserved
             self._reserve(round_id)
@@ -140,12 +148,12 @@ class InboundRounds:
         if order.sources:
             self._receive_directly(order, incoming)
             return
-        buckets = cut(copy.bytes_B, copy.manifest)
+        buckets, carry_bucket = _cut(incoming), self._carry_bucket(order, copy, incoming.stripe)
 
         def done(order: TransferOrder, cause: str, message: str) -> None:
             self._put_end(order.round, order.number, cause, message)
 
-        self._transfers.carry(order, buckets, after_bucket, done, self._carry_bucket(order, copy))
+        self._transfers.carry(order, buckets, after_bucket, done, carry_bucket)
 
     def _receive_directly(self, order: TransferOrder, incoming: _Incoming) -> None:
         """Have the engine's workers receive, who keep what the engine may still load."""
@@ -174,10 +182,11 @@ class InboundRounds:
             else:
                 self._refuse(order.round, error, "refused" if _passes(error) else UNMAPPABLE)
             return
+        self._assemblies.add(order.round, copy)
         incoming = self._incoming[order.round] = _Incoming(order.round, copy)
         self._transfer_starts[order.round] = self._clock.now()
-        buckets, done = cut(copy.bytes_B, copy.manifest), partial(self._put_end, order.round, order.number)
-        self._transfers.check(order.round, buckets, self._counting(incoming), done)
+        done = partial(self._put_end, order.round, order.number)
+        self._transfers.check(order.round, _cut(incoming), self._counting(incoming), done)
 
     def abort(self, round_id: int) -> None:
         """Give a round up."""
@@ -187,9 +196,9 @@ class InboundRounds:
         incoming = self._incoming.pop(round_id)
         self._counters["aborted"] += 1
         if stage is Stage.OFFERED or incoming.copy.is_direct:
-            self._staging.give_back(incoming.copy)
+            self._assemblies.leave(round_id)
         else:
-            self._staging.abandon(round_id, incoming.copy)
+            self._assemblies.abandon(round_id)
         if incoming.order is not None and incoming.order.sources and self._desk is not None:
             self._desk.abort(round_id)
             self._transfer_starts.pop(round_id)
@@ -217,7 +226,8 @@ class InboundRounds:
         try:
             incoming.is_reserved = self._staging.reserve(incoming.copy)
         except SyncError as error:
-            self._staging.give_back(self._incoming.pop(round_id).copy)
+            del self._incoming[round_id]
+            self._assemblies.leave(round_id)
             self._rounds.abort(round_id)
             self._refuse(round_id, error)
             return
@@ -243,22 +253,24 @@ class InboundRounds:
             incoming.told_at = now
             self._report(told.Progress(incoming.round, incoming.num_steps))
 
-    def _carry_bucket(self, order: TransferOrder, copy: Copy) -> CarryBucket:
-        digests = copy.manifest.digests
+    def _carry_bucket(self, order: TransferOrder, copy: Copy, stripe: Stripe) -> CarryBucket:
+        own = stripe.buckets(len(copy.manifest.buckets))
+        digests = copy.manifest.digests[own.start : own.stop]
         if order.base == UNLOADED:
             return partial(carry_whole, digests=digests)
         base = self._staging.find_base(order.base, copy.manifest.layout)
         if base is None:
             self._counters["missing_bases"] += 1
-        buckets = cut(base.bytes_B, base.manifest) if base is not None else None
+        buckets = cut(base.bytes_B, base.manifest, stripe) if base is not None else None
         return DeltaReceiver(buckets, DeltaNames(digests, order.base)).carry
 
     def _counting(self, incoming: _Incoming) -> AfterBucket:
         """Return what counts the buckets of a round, and returns their checks."""
-        verify = self._verifier(incoming.copy.manifest)
+        manifest = incoming.copy.manifest
+        verify, first = self._verifier(manifest), incoming.stripe.buckets(len(manifest.buckets)).start
 
         def after_bucket(index: int, bucket: torch.Tensor) -> Check | None:
-            check = verify(index, bucket)
+            check = verify(first + index, bucket)
             incoming.num_buckets = index + 1
             self._step(incoming)
             return check
@@ -286,22 +298,34 @@ class InboundRounds:
         took_s = self._clock.now() - self._transfer_starts.pop(round_id)
         self._longest_transfer_s = max(self._longest_transfer_s, took_s)
         if not self._rounds.end(round_id):  # aborted; only now is nobody writing into its segment
-            self._staging.end_abandoned(round_id)
+            self._assemblies.end_abandoned(round_id)
             self._on_end()
             return
         incoming = self._incoming.pop(round_id)
         if cause:
             self._counters[f"failed/{cause}"] += 1
             log.warning("round %d with version %d failed: %s", round_id, number, message)
-            self._staging.give_back(incoming.copy)
+            self._assemblies.leave(round_id)
             self._report(told.Failed(round_id, cause, incoming.num_buckets))
         else:
-            self._staging.put_verified(incoming.copy)
-            self._counters["maps"] += incoming.copy.is_mapped
-            fault_point("receiver.verified", number)
-            shared, path = self._staging.shared
-            self._report(told.Verified(round_id, number, path if shared == number else ""))
+            self._report_verified(round_id, number, incoming.stripe)
         self._on_end()
+
+    def _report_verified(self, round_id: int, number: int, stripe: Stripe) -> None:
+        """The round's stripe is here; with the last one the version is the newest that is verified."""
+        path, copy = "", self._assemblies.verify(round_id, stripe.index)
+        if copy is not None:
+            self._staging.put_verified(copy)
+            self._counters["maps"] += copy.is_mapped
+            shared, shared_path = self._staging.shared
+            path = shared_path if shared == number else ""
+        fault_point("receiver.verified", number)
+        self._report(told.Verified(round_id, number, path, copy is not None))
+
+
+def _cut(incoming: _Incoming) -> list[torch.Tensor]:
+    """Return the buckets that the round brings."""
+    return cut(incoming.copy.bytes_B, incoming.copy.manifest, incoming.stripe)
 
 
 def _passes(error: Exception) -> bool:

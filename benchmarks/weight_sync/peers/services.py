@@ -60,9 +60,12 @@ class TimedCoordination(Coordination):
                 self.pipe.send(("transfer", "", order.fields["number"], now_s()))
         return orders
 
-    def verified(self, name: str, round_id: int, number: int, now: float, path: str = "") -> None:
-        super().verified(name, round_id, number, now, path)
-        self.pipe.send(("verified", name, number, now_s()))
+    def verified(
+        self, name: str, round_id: int, number: int, now: float, path: str = "", is_complete: bool = True
+    ) -> None:
+        super().verified(name, round_id, number, now, path, is_complete)
+        if is_complete:
+            self.pipe.send(("verified", name, number, now_s()))
 
     def loaded(self, name: str, number: int, is_ok: bool, error: str, now: float) -> None:
         super().loaded(name, number, is_ok, error, now)

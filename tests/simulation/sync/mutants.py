@@ -12,7 +12,7 @@ from weight_sync.coordination.order_queue import OrderQueue
 from weight_sync.coordinator_session import CoordinatorSession
 from weight_sync.memory import segments
 from weight_sync.memory.pool import SegmentPool, Slot
-from weight_sync.memory.staging_area import Copy, StagingArea
+from weight_sync.memory.staging_area import StagingArea
 from weight_sync.protocol.copies.sharing import CopySharing
 from weight_sync.protocol.members import Member
 from weight_sync.protocol.peer import CoordinatorEpoch, EpochCheck, Pin, RoundTracker
@@ -20,16 +20,13 @@ from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Round
 from weight_sync.publisher import PublisherService
 from weight_sync.publisher_client import PublisherClient
+from weight_sync.receiving.assembly import Assemblies
 from weight_sync.receiving.inbound_rounds import InboundRounds
 from weight_sync.receiving.replica_session import ReplicaSession
 
 
 def _open_any(self: SegmentPool, token: int) -> None:
     self.token = max(self.token, token)
-
-
-def _abandon_to_all(self: StagingArea, round_id: int, copy: Copy) -> None:
-    self.give_back(copy)
 
 
 def _keep_line(self: Client) -> bool:
@@ -116,7 +113,10 @@ MUTANTS = (
         "abandoned",
         "a copy that a thread may still write to is not given away",
         "silent",
-        (Patch(StagingArea, "abandon", _abandon_to_all),),
+        (
+            Patch(Assemblies, "abandon", Assemblies.leave),
+            Patch(Assemblies, "end_abandoned", always(None)),
+        ),
     ),
     Mutant(
         "client_line",

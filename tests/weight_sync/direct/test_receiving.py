@@ -101,7 +101,7 @@ def test_an_abort_is_told_to_the_workers_and_a_late_end_of_theirs_changes_nothin
     assert receiver.room.answers[0][-1].round == 0 and receiver.rounds.num_transfers == 0
     receiver.end(1)
     assert receiver.told() == [("accepted", ""), ("failed", ABORTED)]
-    assert receiver.staging.newest_verified == 0 and not receiver.staging._abandoned
+    assert receiver.staging.newest_verified == 0
 
 
 def test_without_a_worker_at_the_desk_the_round_fails_at_once(receiver):

@@ -227,15 +227,6 @@ def test_a_failed_load_loads_again_from_staging_and_a_newer_version_replaces_it(
     assert staging.take(0) is newer
 
 
-def test_a_segment_of_an_aborted_round_waits_for_its_writer(prefix):
-    staging = StagingArea(prefix, uuid.uuid4().hex)
-    copy = room_for(staging, make_manifest(1))
-    staging.abandon(5, copy)
-    assert room_for(staging, make_manifest(2)).path != copy.path
-    staging.end_abandoned(5)
-    assert room_for(staging, make_manifest(3)).path == copy.path
-
-
 def test_a_restarted_receiver_removes_what_the_one_before_left(prefix):
     room_for(StagingArea(prefix, uuid.uuid4().hex), make_manifest(1))
     assert len(segments.find(prefix)) == 1

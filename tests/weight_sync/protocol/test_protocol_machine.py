@@ -19,9 +19,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from asyncrl.core.staleness import UNLOADED
 from tests.weight_sync.protocol.world import TIMING
 from tests.weight_sync.sides import Boss, ModelPublisher, ModelReceiver, Peer, Thread
 from weight_sync.memory import segments
+from weight_sync.protocol.lanes.stripes import Stripe
 from weight_sync.protocol.members import MemberState
 from weight_sync.protocol.peer import Stage
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
@@ -30,6 +32,8 @@ from weight_sync.sync_records import BlameRecord
 
 NAMES = st.sampled_from(["a", "b", "c"])
 EVERYONE = ("a", "b", "c", PUBLISHER)
+FURTHER = (Stripe(1, 2).publisher,)
+"""Publishers that do not speak for the learner's ranks."""
 PARALLELISM, STEP_S = 2, 0.25
 NUM_LONG_EXAMPLES = 3000
 """About 140,000 transitions, in two minutes. One bug of the coordinator took 1,400 examples to be found."""
@@ -38,6 +42,8 @@ NUM_LONG_EXAMPLES = 3000
 class ProtocolMachine(RuleBasedStateMachine):
     """`tainted` are the peers that were disturbed or not prompt; only they may be blamed."""
 
+    num_stripes = 1
+
     def __init__(self) -> None:
         super().__init__()
         self.prefix = f"asyncrl-{uuid.uuid4().hex[:8]}-"
@@ -45,13 +51,18 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.bosses: list[Boss] = []
         self.inherited: dict[str, int] = {}
         self.receivers: dict[str, ModelReceiver] = {}
-        self.publisher: ModelPublisher | None = None
+        self.publishers: dict[str, ModelPublisher] = {}
+        self.stripes = {
+            s.publisher: s for s in (Stripe(i, self.num_stripes) for i in range(self.num_stripes))
+        }
+        self.everyone = ("a", "b", "c", *self.stripes)
         self.tainted: set[str] = set()
         self.is_in_turn = False
         self.groups: dict[int, tuple[str, ...]] = {}
         self.last_states: dict[tuple[int, str, str], MemberState] = {}
         self.start_coordinator(keep=False)
-        self.start_publisher()
+        for name in self.stripes:
+            self.start(name)
 
     # --- time, messages, bytes --------------------------------------------------------------------
 
@@ -62,7 +73,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     @property
     def peers(self) -> list[Peer]:
-        return [*self.receivers.values(), *([self.publisher] if self.publisher else [])]
+        return [*self.receivers.values(), *self.publishers.values()]
 
     def next_serial(self) -> int:
         self.serial += 1
@@ -113,7 +124,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     def may_move(self, thread: Thread) -> bool:
         """A broadcast moves once all of its group take part in it and nobody was stopped."""
-        publisher = self.publisher
+        publisher = self.publishers.get(thread.stripe.publisher)
         if publisher is None or publisher.is_stopped or thread.round not in publisher.sending:
             return False
         names = [name for name, part in self.parts_of(thread.round).items() if part != "LEFT_OUT"]
@@ -136,7 +147,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     def is_group_broken(self, thread: Thread) -> bool:
         """Whether its group has lost someone, so that the thread may notice and fail."""
-        publisher = self.publisher
+        publisher = self.publishers.get(thread.stripe.publisher)
         if publisher is None or publisher.rounds.stage_of(thread.round) is Stage.ABORTED:
             return True
         names = self.parts_of(thread.round)
@@ -194,13 +205,13 @@ class ProtocolMachine(RuleBasedStateMachine):
         for name in ("a", "b", "c"):
             self.start_receiver(name)
         self.publish()
-        self.let_pass(1.0, EVERYONE)
+        self.let_pass(1.0, self.everyone)
 
-    @rule(names=st.lists(st.sampled_from(EVERYONE), min_size=1, max_size=40))
-    def work(self, names):
+    @rule(places=st.lists(st.integers(0, 11), min_size=1, max_size=40))
+    def work(self, places):
         """Peers do one thing after another, in any order; whatever comes next finds them in the middle."""
-        for name in names:
-            self.work_on(name)
+        for place in places:
+            self.work_on(self.everyone[place % len(self.everyone)])
 
     def work_on(self, name: str) -> None:
         for peer in self.peers:
@@ -225,10 +236,10 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     @rule(
         seconds=st.sampled_from([0.25, 1.0, 4.0, 12.0, 40.0]),
-        lazy=st.sets(st.sampled_from(EVERYONE), max_size=2),
+        lazy=st.sets(st.integers(0, 11), max_size=2),
     )
     def pass_time(self, seconds, lazy):
-        self.let_pass(seconds, set(EVERYONE) - lazy)
+        self.let_pass(seconds, set(self.everyone) - {self.everyone[i % len(self.everyone)] for i in lazy})
 
     def let_pass(self, seconds: float, names: Collection[str]) -> None:
         """Time passes in small steps; `names` do what they are told at once, the others only poll."""
@@ -282,18 +293,26 @@ class ProtocolMachine(RuleBasedStateMachine):
             self.receivers.pop(name).staging.close()
         self.tainted.add(name)
 
-    @rule()
-    def start_publisher(self):
-        if self.publisher is not None:
-            self.tainted.add(PUBLISHER)
-        self.publisher = ModelPublisher(f"p{self.next_serial()}", self.serial)
-        self.publisher.say_hello(self.boss, self.now)
+    @rule(place=st.integers(0, 5), keeps=st.booleans())
+    def start_publisher(self, place, keeps):
+        """A new process; it has the version of the one before, unless the host lost that too."""
+        name = list(self.stripes)[place % self.num_stripes]
+        before = self.publishers.get(name)
+        self.start(name, before.number if keeps and before is not None else UNLOADED)
+
+    def start(self, name: str, number: int = UNLOADED) -> None:
+        if name in self.publishers:
+            self.tainted.add(name)
+        publisher = ModelPublisher(f"p{self.next_serial()}", self.serial, self.stripes[name], number)
+        self.publishers[name] = publisher
+        publisher.say_hello(self.boss, self.now)
         self.collect()
 
-    @rule()
-    def end_publisher(self):
-        self.publisher = None
-        self.tainted.add(PUBLISHER)
+    @rule(place=st.integers(0, 5))
+    def end_publisher(self, place):
+        name = list(self.stripes)[place % self.num_stripes]
+        self.publishers.pop(name, None)
+        self.tainted.add(name)
 
     @precondition(lambda self: self.peers)
     @rule(data=st.data(), is_stopped=st.booleans())
@@ -301,11 +320,11 @@ class ProtocolMachine(RuleBasedStateMachine):
         peer = data.draw(st.sampled_from(self.peers))
         peer.is_stopped = is_stopped
 
-    @precondition(lambda self: self.peers)
+    @precondition(lambda self: any(peer.name not in FURTHER for peer in self.peers))
     @rule(data=st.data(), count=st.sampled_from([0, 1, 2, 2, 2]))
     def change_seats(self, data, count):
         """Processes that go directly come, go, or are other ones; a transfer of theirs may fail for it."""
-        peer = data.draw(st.sampled_from(self.peers))
+        peer = data.draw(st.sampled_from([one for one in self.peers if one.name not in FURTHER]))
         if not peer.is_stopped:
             self.tainted.add(peer.name)
             peer.change_seats(count)
@@ -381,17 +400,19 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     # --- the learner and the replicas -------------------------------------------------------------
 
-    @precondition(lambda self: self.publisher is not None)
+    @precondition(lambda self: self.publishers)
     @rule()
     def publish(self):
+        """The learner publishes; a publisher that is not there does not get the version."""
         self.number += 1
-        self.publisher.publish(self.number)
+        for publisher in self.publishers.values():
+            publisher.publish(self.number)
 
-    @precondition(lambda self: self.publisher is not None)
+    @precondition(lambda self: self.publishers)
     @rule()
     def publish_and_stop_in_the_middle_of_the_transfer(self):
         self.publish()
-        for name in 10 * EVERYONE:
+        for name in 10 * self.everyone:
             if not any(thread.num_buckets for r in self.receivers.values() for thread in r.threads.values()):
                 self.work_on(name)
 
@@ -440,9 +461,10 @@ class ProtocolMachine(RuleBasedStateMachine):
                     for r in boss.coordination.rounds
                     if member.name in r.parts and not r.has_left(member.name)
                 ]
-                assert len(rounds) <= 1, rounds
+                assert len({r.stripe for r in rounds}) == len(rounds), rounds
+                assert len({r.version for r in rounds}) <= 1, rounds
         for receiver in self.receivers.values():
-            assert len(receiver.rounds.open_rounds) <= 1
+            assert len(receiver.rounds.open_rounds) <= self.num_stripes
 
     @invariant()
     def a_group_is_used_by_one_round_at_a_time(self):
@@ -470,8 +492,9 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     def behave(self) -> None:
         self.end_turn()
-        if self.publisher is None:
-            self.start_publisher()
+        for name in self.stripes:
+            if name not in self.publishers:
+                self.start(name)
         for peer in self.peers:
             peer.is_stopped = False
             peer.old_orders.clear()
@@ -486,26 +509,36 @@ class ProtocolMachine(RuleBasedStateMachine):
                     receiver.end(thread, "transport")
         self.publish()
         for _ in range(12):
-            self.let_pass(4.0, EVERYONE)
+            self.let_pass(4.0, self.everyone)
         for receiver in following:
             member = self.boss.coordination.members[receiver.name]
             assert member.state is MemberState.READY and not member.is_fenced, member
             assert receiver.serving == member.serving == self.number, (receiver.serving, member)
 
 
-ProtocolMachine.TestCase.settings = settings(
+class StripedMachine(ProtocolMachine):
+    """Two publishers, each with a stripe of every version."""
+
+    num_stripes = 2
+
+
+SHORT = settings(
     max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
+ProtocolMachine.TestCase.settings = settings(SHORT)
+StripedMachine.TestCase.settings = settings(SHORT, max_examples=20)
 TestProtocolMachine = ProtocolMachine.TestCase
+TestStripedMachine = StripedMachine.TestCase
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_the_protocol_keeps_its_promises_over_many_rounds() -> None:
+@pytest.mark.parametrize("machine", [ProtocolMachine, StripedMachine])
+def test_the_protocol_keeps_its_promises_over_many_rounds(machine: type[ProtocolMachine]) -> None:
     run_state_machine_as_test(
-        ProtocolMachine,
+        machine,
         settings=settings(
-            max_examples=NUM_LONG_EXAMPLES,
+            max_examples=NUM_LONG_EXAMPLES if machine is ProtocolMachine else NUM_LONG_EXAMPLES // 2,
             stateful_step_count=60,
             deadline=None,
             database=None,

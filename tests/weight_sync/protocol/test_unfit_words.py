@@ -21,6 +21,7 @@ from weight_sync import coordinator_session
 from weight_sync.coordinator_session import Reset
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.staging_area import Copy
+from weight_sync.protocol.lanes.stripes import WHOLE
 from weight_sync.protocol.members import PublisherInfo
 from weight_sync.protocol.messages import Instruction, Offer, Transfer, Withdraw
 from weight_sync.publisher import SUPERSEDED, Endpoint, PublisherService
@@ -124,7 +125,7 @@ def test_an_offer_behind_its_abort_is_not_accepted(receiver: ReceiverService) ->
 def test_a_receiver_that_lacks_the_base_of_differences_counts_that(receiver: ReceiverService) -> None:
     manifest = manifest_of(3)
     copy = Copy(manifest, "", torch.zeros(manifest.total_bytes, dtype=torch.uint8))
-    receiver._rounds._carry_bucket(TransferOrder.of(TRANSFER), copy)
+    receiver._rounds._carry_bucket(TransferOrder.of(TRANSFER), copy, WHOLE)
     assert receiver.counters["missing_bases"] == 1
 
 

@@ -14,9 +14,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from weight_sync.protocol.lanes.stripes import PUBLISHER
 from weight_sync.protocol.members import Member
 from weight_sync.protocol.rounds import ABORTED, SUPERSEDED, Lane, Part, Round
-from weight_sync.protocol.state import PUBLISHER, CoordinationState
+from weight_sync.protocol.state import CoordinationState
 
 UNMAPPABLE = "unmappable"
 """Cause of a member that cannot map what another process of its node shares."""

@@ -1,8 +1,9 @@
 """Begin of rounds: which members get the newest version now, and in which lane (pure).
 
 A member maps what a process of its node has, goes directly where its engine can, reads the folder, or is sent
-the version with others. Invariants: an offer is of the newest published version; a member is in one round,
-besides those that it has left or is done with.
+the version with others. It is sent by rounds that begin together, one for each stripe, and only while the
+publishers of all are heard: who holds some stripes waits for the rest. Invariants: an offer is of the newest
+published version; a member is in one round of each stripe, besides those that it has left or is done with.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from weight_sync.protocol.copies.sharing import CopySharing, Holder
+from weight_sync.protocol.lanes.stripes import WHOLE, Stripe
 from weight_sync.protocol.members import Member
 from weight_sync.protocol.messages import MapCopy, Offer
 from weight_sync.protocol.rounds import Lane, Part, Phase, Round, Sender
@@ -23,13 +25,14 @@ class RoundStarts:
         self._state, self._active, self._sharing = state, active, sharing
 
     def find_in(self, lane: Lane) -> Round | None:
-        """Return the active round of a lane that has one at most."""
+        """Return an active round of a lane that has one of each stripe at most."""
         return next((round_ for round_ in self._active.values() if round_.lane is lane), None)
 
     def begin(self, now: float) -> None:
         """Begin the rounds that can begin."""
         state = self._state
-        if state.current is None or state.publisher is None:
+        senders = state.senders
+        if state.current is None or not senders:
             return
         number = state.current.number
         lagging = [member for member in state.in_order(state.lagging) if member.newest < number]
@@ -43,11 +46,11 @@ class RoundStarts:
         able = [member for member in able if member not in direct]
         for holder, mappers in self._sharing.find_mappers(able).items():
             self._map(holder, mappers, now)
-        if not state.is_silent(state.publisher.last_seen, now):
+        if not any(state.is_silent(sender.last_seen, now) for sender in senders):
             if direct and self.find_in(Lane.DIRECT) is None:
                 self._begin_offer(Lane.DIRECT, direct, now)
             able = [member for member in able if member.staging is None]
-            readers = [member for member in able if member.by_folder] if state.publisher.folder else []
+            readers = [member for member in able if member.by_folder] if senders[0].folder else []
             for member in self._sharing.choose_receivers(readers, self._active.values()):
                 self._begin_offer(Lane.FOLDER, [member], now)
             self._offer_to([member for member in able if not member.by_folder], now)
@@ -69,10 +72,13 @@ class RoundStarts:
             self._begin_offer(lane, members, now)
 
     def _begin_offer(self, lane: Lane, members: Sequence[Member], now: float) -> None:
-        round_ = self._begin(lane, members, Part.OFFERED, now)
-        for member in members:
-            offer = Offer(round_.id, round_.version.number, direct=lane is Lane.DIRECT)
-            self._state.order(member.name, offer)
+        is_direct = lane is Lane.DIRECT
+        for stripe in [WHOLE] if is_direct else [sender.stripe for sender in self._state.senders]:
+            round_ = self._begin(lane, members, Part.OFFERED, now, stripe)
+            for member in members:
+                number = round_.version.number
+                offer = Offer(round_.id, number, is_direct, stripe.index, stripe.count)
+                self._state.order(member.name, offer)
 
     def _map(self, holder: Holder, members: list[Member], now: float) -> None:
         """Let members map what a process of their node holds; the deadline is that of an offer."""
@@ -82,11 +88,15 @@ class RoundStarts:
         for member in members:
             self._state.order(member.name, MapCopy(round_.id, round_.version.number, holder.path))
 
-    def _begin(self, lane: Lane, members: Sequence[Member], part: Part, now: float) -> Round:
+    def _begin(
+        self, lane: Lane, members: Sequence[Member], part: Part, now: float, stripe: Stripe = WHOLE
+    ) -> Round:
         version = self._state.current
         assert version is not None, "there is a version to send or to map"
         until, parts = now + self._state.deadlines(lane).offer_s, {member.name: part for member in members}
-        round_ = Round(self._state.next_id(), lane, version, now, until, parts, phase_began=now)
+        round_ = Round(
+            self._state.next_id(), lane, version, now, until, parts, phase_began=now, stripe=stripe
+        )
         self._active[round_.id] = round_
         for member in members:
             member.staging = version.number

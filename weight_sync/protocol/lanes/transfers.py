@@ -12,10 +12,11 @@ from collections.abc import Mapping
 import msgspec
 
 from asyncrl.core.staleness import UNLOADED
+from weight_sync.protocol.lanes.stripes import PUBLISHER
 from weight_sync.protocol.members import PublisherInfo
 from weight_sync.protocol.messages import Transfer
 from weight_sync.protocol.rounds import GroupCache, Lane, Part, Phase, Round
-from weight_sync.protocol.state import PUBLISHER, CoordinationState
+from weight_sync.protocol.state import CoordinationState
 
 
 class Transfers:
@@ -27,21 +28,21 @@ class Transfers:
     def begin(self, round_: Round, now: float) -> None:
         """Start the transfer to the members that have accepted."""
         state, names = self._state, round_.those(Part.ACCEPTED)
-        assert state.publisher is not None, "a round without a publisher is broken"
+        publisher, stripe = state.publishers[round_.stripe.publisher], round_.stripe
         end = round_.started + state.deadlines(round_.lane).deadline_s - state.timing.settle_s
         round_.phase, round_.receivers, round_.phase_began = Phase.TRANSFER, tuple(names), now
         round_.until = max(end, now + state.timing.settle_s)
         is_by_folder = round_.lane is Lane.FOLDER
-        sources = state.publisher.seats if round_.lane is Lane.DIRECT else 0
-        key = tuple((name, state.members[name].incarnation) for name in names)
-        key = ((PUBLISHER, f"{sources} seats"), *key) if sources else key
+        sources = publisher.seats if round_.lane is Lane.DIRECT else 0
+        root = (PUBLISHER, f"{sources} seats") if sources else (f"stripe {stripe.index}", "")
+        key = (root, *((name, state.members[name].incarnation) for name in names))
         found = None if is_by_folder else self._groups.find(key)
         round_.membership = found or state.next_id()
         if found is None and not is_by_folder:
-            self._groups.add(key, round_.membership)
+            self._groups.add(key, round_.membership, stripe.count)
         live = tuple(self._groups.live(other.membership for other in self._active.values()))
-        round_.transfer = _transfer_of(state, state.publisher, round_, live, now)
-        state.order(PUBLISHER, round_.transfer)
+        round_.transfer = _transfer_of(state, publisher, round_, live, now)
+        state.order(stripe.publisher, round_.transfer)
         if not is_by_folder:
             self.start_receiving(round_, now)
 
