@@ -95,7 +95,7 @@ class Carrier:
     After any error but DigestMismatch it is only good for `close`.
 
     Attributes:
-        num_steps: Packs that the transfer is done with here.
+        num_steps: Packs that the transfer is done with here; its owner sets it to 0 before the next one.
     """
 
     def __init__(self, runtime: Runtime, party: Party, secret: str, max_bytes: int = PACK_BYTES) -> None:
@@ -112,9 +112,10 @@ class Carrier:
             Superseded: See `Party.open`. The others wait until an `abort`, so that this is told first.
             DeadlineExceeded, SyncError: The transfer failed, for the members connected to this one too.
         """
-        self.num_steps = 0
         try:
-            steps = self._steps = self._steps or self._meet(order, until)
+            if self._steps is None:
+                self._steps = self._meet(order, until)
+            steps = self._steps
             packs = [step.pack for step in steps]
             store, num_wrong = self._party.open(order.number, packs, until), -1
             carry = self._send if order.rank < order.num_sources else self._receive

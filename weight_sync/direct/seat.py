@@ -17,7 +17,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
-from asyncrl.core.errors import AsyncrlError
 from asyncrl.core.rpc.client import Client
 from asyncrl.core.runtime.interface import Event, Runtime
 from asyncrl.core.sockets.keys import ClientKeys
@@ -77,23 +76,24 @@ class Seat:
 
     def start(self) -> None:
         """Begin to ask for orders."""
-        self._runtime.spawn("seat", self._poll)
+        self._runtime.spawn("seat", partial(self._poll, self._connect()))
 
     def close(self) -> None:
         """Give up what goes on, and ask no more; waits for nothing."""
         self._stop.set()
         self._give_up(self._transfer)
 
-    def _poll(self) -> None:
-        with closing(Client(self._runtime, self._desk.address, self._desk.keys)) as desk:
+    def _connect(self) -> Client:
+        return Client(self._runtime, self._desk.address, self._desk.keys)
+
+    def _poll(self, asking: Client) -> None:
+        with closing(asking) as desk:
             while not self._stop.is_set():
                 try:
-                    order = self._ask(desk)
-                except AsyncrlError as error:  # its service is away, or was not up yet
+                    self._follow(self._ask(desk))
+                except Exception as error:  # its service is away; of any kind, such as no descriptor left
                     log.info("no order for direct transfers: %s", error)
                     self._stop.wait(AWAY_PAUSE_S)
-                else:
-                    self._follow(order)
 
     def _ask(self, desk: Client) -> SeatOrder:
         transfer, round_id, num_steps, wait_s = self._transfer, 0, 0, IDLE_WAIT_S
@@ -126,9 +126,10 @@ class Seat:
         carrier = self._carriers.get(order.membership)
         if carrier is None:
             carrier = self._carriers[order.membership] = Carrier(self._runtime, self._party, order.secret)
+        carrier.num_steps = 0  # here: the next poll tells it
         until = self._runtime.now() + order.deadline_s
         transfer = _Transfer(order, until, carrier, self._runtime.event(), self._runtime.event())
-        self._runtime.spawn(f"direct-{order.round}", partial(self._carry, transfer))
+        self._runtime.spawn(f"direct-{order.round}", partial(self._carry, transfer, self._connect()))
         return transfer
 
     def _give_up(self, transfer: _Transfer | None) -> None:
@@ -137,9 +138,9 @@ class Seat:
             if not transfer.has_ended.is_set():
                 transfer.carrier.abort()
 
-    def _carry(self, transfer: _Transfer) -> None:
+    def _carry(self, transfer: _Transfer, telling: Client) -> None:
         order, cause, message, num_bytes = transfer.order, "", "", 0
-        with closing(Client(self._runtime, self._desk.address, self._desk.keys)) as desk:
+        with closing(telling) as desk:
             try:
                 self._party.keep(order.keep)
                 num_bytes = transfer.carrier.run(order, transfer.until)
@@ -171,5 +172,5 @@ class Seat:
             try:
                 desk.ask(SEAT_ENDED, ended, deadline_s=ANSWER_S)
                 return
-            except AsyncrlError:
+            except Exception:  # as above
                 transfer.is_given_up.wait(AWAY_PAUSE_S)

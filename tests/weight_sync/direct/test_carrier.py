@@ -95,6 +95,16 @@ def test_a_second_version_reuses_the_group_and_the_plan_of_the_first(meet):
         assert carrier._steps is steps
 
 
+def test_who_has_no_part_in_any_pack_is_in_step_with_the_others_in_each_version(meet):
+    parties, sinks = make_parties([4])
+    members = meet([*parties, ScriptedSink([])], 4)
+    for number in (1, 2):
+        take_all(parties, number)
+        assert members.run(number, deadline_s=5.0) == [None] * 6
+        assert sinks[0].has_all(number, make_checkpoint(number))
+    assert members.carriers[5]._steps == []
+
+
 def test_a_chain_begins_at_each_of_its_sinks_in_turn_and_sources_take_turns():
     packs = [pack_of(source, (0, 1, 2), row) for source in (0, 1) for row in range(6)]
     of_sources = [make_steps(packs, 2, rank) for rank in (0, 1)]

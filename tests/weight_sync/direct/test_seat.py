@@ -9,6 +9,8 @@ import pytest
 
 from asyncrl.core.errors import AsyncrlError
 from asyncrl.core.runtime.faults import set_hook
+from asyncrl.core.runtime.interface import Network
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.weight_sync.direct.members import (
     RUNTIME,
     TIMEOUT,
@@ -25,6 +27,19 @@ from weight_sync.direct.seat import DeskAddress, Seat
 from weight_sync.protocol.rounds import DIGEST, SUPERSEDED, TRANSPORT
 
 
+class ScarceRuntime(ThreadRuntime):
+    """One whose next connections find no descriptor left."""
+
+    num_failures = 0
+
+    @property
+    def network(self) -> Network:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError(24, "Too many open files")
+        return super().network
+
+
 class Run:
     """Two learner ranks at the publisher's desk, two engine workers at a receiver's."""
 
@@ -36,9 +51,10 @@ class Run:
         self.sinks = [ScriptedSink(random_regions(seed)) for seed in (4, 5)]
         self.goes_on = threading.Event()
         self.seats: list[Seat] = []
+        self.runtime = ScarceRuntime()
         for service, parties in ((self.publisher, self.sources), (self.receiver, self.sinks)):
             address = DeskAddress(service.server.address)
-            seats = [Seat(RUNTIME, address, i, len(parties), party) for i, party in enumerate(parties)]
+            seats = [Seat(self.runtime, address, i, len(parties), party) for i, party in enumerate(parties)]
             self.seats += seats
         for seat in self.seats:
             seat.start()
@@ -115,6 +131,26 @@ def test_a_seat_tells_how_far_it_is_while_a_transfer_runs(started):
     assert started.receiver.progress[0] > 0
 
 
+def test_what_a_seat_did_in_the_round_before_does_not_count_in_the_next_one(started):
+    """Else nothing in it is progress, and a round that takes its time is taken for one that stands still."""
+    started.carry(1, round_id=7)
+    assert started.await_ends() == ["", ""]
+    goes_on = threading.Event()
+    for rank, source in enumerate(started.sources):
+        assert take(source, 2, rank)
+    for sink in started.sinks:
+        sink.keep = lambda _: goes_on.wait(WAIT_S)  # called before the transfer begins
+    started.receiver.progress = []
+    started.carry(2, round_id=8)
+    end, desk = RUNTIME.now() + WAIT_S, started.receiver.desk
+    while desk._transfer is None or not all(seat.parked for seat in desk._seats.values()):
+        assert RUNTIME.now() < end, "the seats ask while they carry out the order"
+        RUNTIME.sleep(0.01)
+    goes_on.set()
+    assert not started.receiver.progress
+    assert started.await_ends() == ["", ""]
+
+
 def succeed(secret: str, address: str) -> Service:
     """Return a service at the address of one that has just closed it."""
     end = RUNTIME.now() + WAIT_S
@@ -182,6 +218,13 @@ def test_what_goes_wrong_in_a_party_is_told_and_the_seat_lives_on(started):
     started.sinks[0].open = open_stage
     started.carry(1, round_id=8, membership=2)
     assert started.await_ends() == ["", ""]
+
+
+def test_a_seat_that_has_found_no_descriptor_left_carries_out_the_order_a_little_later(started):
+    started.runtime.num_failures = 2
+    started.carry(1, round_id=7)
+    assert started.await_ends() == ["", ""]
+    assert not started.runtime.num_failures
 
 
 def test_an_end_that_the_desk_did_not_take_is_told_again(started):
