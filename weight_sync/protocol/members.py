@@ -74,7 +74,7 @@ class PublisherInfo:
     num_unanswered: int = 0
 
 
-@dataclass
+@dataclass(eq=False)  # of a thousand one is looked for among others
 class Member:
     """One receiver.
 

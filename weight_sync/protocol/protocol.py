@@ -146,14 +146,14 @@ class Coordination:
             return False
         if known is not None:
             self._rounds.leave(known, now)
+            self._rounds.groups.forget(info.name)  # its seats may be other ones
         self._state.forget_orders(info.name)
         if known is not None and known.incarnation == info.incarnation:
             self._state.forget_progress(known)
             self._raise(known)
         else:
             inherited = self._inherited_fences.pop(info.name, None)
-            fence = known.fenced_until if known is not None else inherited
-            rank = known.rank if known is not None else len(self.members)
+            fence, rank = (known.fenced_until, known.rank) if known else (inherited, len(self.members))
             known = Member(info.name, info.incarnation, now, fenced_until=fence, rank=rank)
             self.members[info.name] = known
             self._state.fenced.add(info.name)

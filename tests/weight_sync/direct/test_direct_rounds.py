@@ -127,6 +127,16 @@ def test_a_worker_that_was_started_anew_makes_another_group():
     assert world.begin(2).membership != first.membership
 
 
+def test_a_receiver_that_says_hello_again_is_in_another_group_as_its_workers_may_be_other_ones():
+    """What it would have told of them may be lost: for that it says hello."""
+    world = DirectWorld({"a": 2})
+    first = world.begin(1)
+    world.end(first, "a")
+    world.obey("a")
+    world.join("a", serving=1, seats=2)
+    assert world.begin(2).membership != first.membership
+
+
 def test_a_learner_whose_ranks_are_other_ones_breaks_the_direct_round_and_it_goes_staged():
     world = DirectWorld({"a": 1})
     round_ = world.begin(1)

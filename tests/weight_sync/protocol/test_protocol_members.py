@@ -319,3 +319,7 @@ def test_a_swap_has_its_time_anew_after_a_pause_of_the_coordinator_and_no_more()
     assert world.coordination.counters["missed_swaps"] == 0
     world.pass_time(2.0, "a")
     assert world.coordination.counters["missed_swaps"] == 1
+
+
+def test_a_member_is_only_itself_so_that_a_thousand_are_told_apart_without_reading_their_fields():
+    assert Member("a", "1", 0.0) != Member("a", "1", 0.0)
