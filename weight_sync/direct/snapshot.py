@@ -16,7 +16,7 @@ from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.core.runtime.interface import Runtime
 from weight_sync.direct.party import UNDER_WAY, Superseded
 from weight_sync.memory.parts import Part
-from weight_sync.rectangles.packs import Pack, Parameters, place_parts
+from weight_sync.rectangles.packs import ALIGN_BYTES, Pack, Parameters, place_parts
 from weight_sync.rectangles.parcels import Region
 from weight_sync.rectangles.rectangle import Placement
 
@@ -64,7 +64,7 @@ class Snapshots:
             self.regions = [(place.tensor, place.rectangle) for place in placements]
             if slot.placements != placements:
                 slot.placements = placements
-                slot.holders = {name: torch.empty_like(held[name], dtype=of[name]) for name in held}
+                slot.holders = _make_holders(held, of)
                 published = {place.tensor: of[place.holder] for place in placements}
                 slot.parameters = Parameters(placements, slot.holders, published)
             for name, values in held.items():
@@ -106,7 +106,7 @@ class Snapshots:
         """End a reading of a copy."""
         with self._lock:
             slot.num_readers -= 1
-            self._buffers = buffers
+            self._buffers = buffers or self._buffers
 
     def _find_room(self) -> _Slot | None:
         with self._lock:
@@ -119,6 +119,23 @@ class Snapshots:
             return slot
 
 
+def _make_holders(
+    held: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, torch.Tensor]:
+    """Return room for a copy of each tensor, one behind the other: most packs are runs of that memory."""
+    places: dict[str, tuple[int, int]] = {}
+    ends: dict[torch.device, int] = {}
+    for name, values in held.items():
+        start = -(-ends.get(values.device, 0) // ALIGN_BYTES) * ALIGN_BYTES
+        ends[values.device] = start + values.numel() * dtypes[name].itemsize
+        places[name] = start, ends[values.device]
+    memory = {device: torch.empty(end, dtype=torch.uint8, device=device) for device, end in ends.items()}
+    return {
+        name: memory[values.device][slice(*places[name])].view(dtypes[name]).view(values.shape)
+        for name, values in held.items()
+    }
+
+
 def _number(slot: _Slot) -> int:
     return slot.number
 
@@ -128,11 +145,15 @@ class _Reading:
 
     def __init__(self, owner: Snapshots, slot: _Slot, packs: Sequence[Pack]) -> None:
         self._owner, self._slot, self._packs = owner, slot, packs
-        self._buffers = owner.take_buffers(max((pack.num_bytes for pack in packs), default=0))
+        self._buffers: list[torch.Tensor] = []
 
     def pack(self, index: int) -> torch.Tensor:
-        """Read a pack's parcels out of the snapshot."""
+        """Return a pack where it lies in the snapshot, or read its parcels out of that."""
         pack = self._packs[index]
+        if (found := self._slot.parameters.find(pack)) is not None:
+            return found
+        if not self._buffers:
+            self._buffers = self._owner.take_buffers(max(one.num_bytes for one in self._packs))
         data_B = self._buffers[index % UNDER_WAY][: pack.num_bytes]
         self._slot.parameters.read(pack, data_B)
         return data_B

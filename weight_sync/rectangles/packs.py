@@ -86,6 +86,29 @@ class Parameters:
         Raises:
             SyncError: They do not have all of a parcel.
         """
+        for values, held in self._pairs(pack, data_B):
+            values.copy_(held)
+
+    def find(self, pack: Pack) -> torch.Tensor | None:
+        """Return the pack's bytes where they are, if they lie in memory as in the pack."""
+        at = pack.parcels[0].rectangle.start
+        begins = (
+            (place, inner)
+            for place in self._placements.get(pack.parcels[0].tensor, ())
+            if (inner := place.rectangle.meet(pack.parcels[0].rectangle)) is not None and inner.start == at
+        )
+        if (found := next(begins, None)) is None:
+            return None
+        first = self._holders[found[0].holder][found[1].within(found[0].rectangle).slices]
+        memory, start = first.untyped_storage(), first.storage_offset() * first.itemsize
+        if start % ALIGN_BYTES or start + pack.num_bytes > memory.nbytes():
+            return None
+        data_B = torch.empty(0, dtype=torch.uint8, device=first.device).set_(memory, start, (pack.num_bytes,))
+        pairs = self._pairs(pack, data_B)
+        return data_B if all(_are_same(values, held) for values, held in pairs) else None
+
+    def _pairs(self, pack: Pack, data_B: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the pieces of a pack, in `data_B` and in the parameters."""
         for parcel, offset in zip(pack.parcels, pack.offsets, strict=True):
             tensor, rectangle = parcel.tensor, parcel.rectangle
             values = view_parcel(parcel, offset, data_B, self._dtypes[tensor])
@@ -93,10 +116,15 @@ class Parameters:
             for placement in self._placements.get(tensor, ()):
                 if (part := placement.rectangle.meet(rectangle)) is not None:
                     held = self._holders[placement.holder][part.within(placement.rectangle).slices]
-                    values[part.within(rectangle).slices].copy_(held)
+                    yield values[part.within(rectangle).slices], held
                     left -= part.num_elements
             if left > 0:
                 raise SyncError(f"the parameters do not have all of {rectangle} of '{tensor}'")
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    is_there = (one.data_ptr(), one.dtype) == (other.data_ptr(), other.dtype)
+    return is_there and one.stride() == other.stride()
 
 
 def view_parcel(parcel: Parcel, offset: int, data_B: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

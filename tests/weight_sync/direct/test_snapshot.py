@@ -32,6 +32,11 @@ def packs(dtype: torch.dtype = torch.float32) -> list[Pack]:
     return [Pack(0, (0,), (parcel,), (0,), size) for parcel in parcels]
 
 
+def pack_of(rectangle: Rectangle) -> Pack:
+    num_bytes = 4 * rectangle.num_elements
+    return Pack(0, (0,), (Parcel("w", rectangle, num_bytes, 0, (0,)),), (0,), num_bytes)
+
+
 def until(seconds: float = WAIT_S) -> float:
     return RUNTIME.now() + seconds
 
@@ -61,6 +66,50 @@ def test_packs_hold_until_as_many_more_were_read_as_may_be_under_way(live_RC):
     for index in range(UNDER_WAY, ROWS):
         assert float(read[0].view(torch.float32)[0]) == index - UNDER_WAY
         read = [*read[1:], reading.pack(index)]
+
+
+def test_packs_that_lie_in_the_snapshot_as_they_travel_are_not_copied(live_RC):
+    snapshots, norm = Snapshots(RUNTIME), torch.full((3,), 7.0)
+    parts = [Part("w", (ROWS, 4), 0, 0, live_RC), Part("norm", (3,), 0, 0, norm.reshape(3, 1))]
+    assert snapshots.take(1, parts, {"w": "float32", "norm": "bfloat16"})
+    last_rows = Parcel("w", Rectangle((ROWS - 2, 0), (ROWS, 4)), 32, 0, (0,))
+    behind = Parcel("norm", Rectangle((0,), (3,)), 6, 0, (0,))
+    run = Pack(0, (0,), (last_rows, behind), (0, 32), 38)
+    reading = snapshots.open(1, [run, pack_of(Rectangle((0, 1), (ROWS, 3)))], until())
+    memory = snapshots._slots[0].holders["norm[0:, 0:]"].untyped_storage()
+    found = [reading.pack(index).untyped_storage().data_ptr() for index in range(2)]
+    assert [address == memory.data_ptr() for address in found] == [True, False]
+    assert reading.pack(0)[32:].view(torch.bfloat16).tolist() == [7.0] * 3
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        pack_of(Rectangle((0, 0), (2, 4))),
+        pack_of(Rectangle((0, 0), (ROWS, 4))),
+        pack_of(Rectangle((ROWS - 2, 0), (ROWS, 2))),
+    ],
+    ids=["of another order", "past the end of the memory", "of some columns"],
+)
+def test_a_pack_is_copied_unless_it_lies_in_one_piece(pack):
+    snapshots = Snapshots(RUNTIME)
+    rows = torch.arange(ROWS, dtype=torch.float32)[:, None].expand(ROWS, 4)
+    parts = [Part("w", (ROWS, 4), row, 0, rows[row : row + 1]) for row in reversed(range(ROWS))]
+    assert snapshots.take(1, parts, {"w": "float32"})
+    found = snapshots.open(1, [pack], until()).pack(0).view(torch.float32)
+    assert found.tolist() == rows[pack.parcels[0].rectangle.slices].reshape(-1).tolist()
+
+
+def test_a_transfer_that_finds_no_memory_for_its_packs_holds_no_copy(live_RC):
+    snapshots, huge = Snapshots(RUNTIME), Pack(0, (0,), packs()[0].parcels, (1 << 60,), 1 << 61)
+    for number in (1, 2):
+        assert take(snapshots, number, live_RC)
+        reading = snapshots.open(number, [huge], until())
+        with pytest.raises(RuntimeError):
+            reading.pack(0)
+        reading.close(is_whole=False)
+    assert take(snapshots, 3, live_RC)
+    assert not any(slot.num_readers for slot in snapshots._slots)
 
 
 def test_a_snapshot_that_is_being_sent_is_never_overwritten(live_RC):
