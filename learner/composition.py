@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,8 +25,10 @@ from learner.record.batch_store import FOLDER, BatchStore
 from learner.record.recorder import Recorder
 from learner.record.settings import settings_of
 from learner.service import LearnerService
+from learner.striped import StripedPublish, own_stripes
 from weight_sync.direct.seat import DeskAddress
 from weight_sync.direct.source import DirectSource
+from weight_sync.protocol.lanes.stripes import Stripe
 from weight_sync.publisher_client import PublisherClient
 
 log = logging.getLogger(__name__)
@@ -64,15 +65,17 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
     store = CheckpointStore(
         context.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best
     )
-    connect = partial(
-        PublisherClient,
-        context.runtime,
-        context.addresses["publisher.0"],
-        context.shm_prefix,
-        config.weight_sync.bucket_bytes,
-        keys=context.client_keys,
-    )
     ranks = Ranks(context.rank, context.world_size, device)
+    stripes, num_stripes = own_stripes(context.addresses, ranks)
+    bucket_bytes = config.weight_sync.bucket_bytes
+
+    first = Stripe(0, num_stripes)
+
+    def connect(token: int, stripe: Stripe = first) -> PublisherClient:
+        address, keys = context.addresses[f"publisher.{stripe.index}"], context.client_keys
+        where = (context.runtime, address, context.shm_prefix)
+        return PublisherClient(*where, bucket_bytes, token, keys=keys, stripe=stripe)
+
     share = ranks.of_share(models.policy.dp_rank, placement.timeout_s)
     fetcher = SharedFetcher(BatchFetcher(client, prefetches=models.policy.dp_size == 1), share)
     folders = NodeFolders(ranks)
@@ -96,6 +99,7 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
         recorder=open_recorder(config, context.run_dir, share, models.policy) if config.run.record else None,
         folders=folders,
         direct=DirectSource(context.runtime, desk, ranks) if config.weight_sync.is_direct else None,
+        striped=StripedPublish(connect, stripes, ranks, bucket_bytes) if num_stripes > 1 else None,
     )
 
 

@@ -38,12 +38,14 @@ class Publish:
 
     `seen_ids`: token ids of the last batch, used to choose log-prob check rows.
     `path` is the segment that every rank may write to; without one, shards are gathered to rank 0.
+    `token`: the leader's fencing token, with which ranks publish stripes.
     """
 
     number: int
     step: int
     path: str = ""
     seen_ids: list[int] = field(default_factory=list)
+    token: int = 0
 
 
 @dataclass(frozen=True)

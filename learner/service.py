@@ -51,6 +51,7 @@ from learner.report import (
     describe_time,
     make_efficiency,
 )
+from learner.striped import StripedPublish
 from learner.trainer import CRITIC, Trained, Trainer
 from weight_sync.direct.source import DirectSource
 from weight_sync.memory.sharded_publish import TogetherWriter
@@ -76,6 +77,7 @@ class LearnerService:
         recorder: Recorder | None = None,
         folders: NodeFolders | None = None,
         direct: DirectSource | None = None,
+        striped: StripedPublish | None = None,
     ) -> None:
         self._config = config
         self._ranks = ranks
@@ -86,7 +88,7 @@ class LearnerService:
         self._weights_dir = weights_dir
         self._leader = leader
         self._together = TogetherWriter(ranks)
-        self._direct = direct
+        self._direct, self._striped = direct, striped
         self._runtime = runtime or ThreadRuntime()
         self._folders = folders or NodeFolders(ranks)
         self._writer = BackgroundWriter(ranks.rank, runtime=self._runtime, folders=self._folders)
@@ -188,7 +190,8 @@ class LearnerService:
             case Finish():
                 self._finish(order)
             case Wait():
-                pass
+                if self._striped is not None and self._striped.has_lost() and self._leader is not None:
+                    self._leader.publishing.has_lost_stripe = True
 
     def _restore(self, order: Restore) -> None:
         with self._watch.time("restore"):
@@ -281,18 +284,25 @@ class LearnerService:
         return ProbeRows(Path(self._config.model.path), self._config.run.seed, longest)
 
     def _publish(self, order: Publish) -> None:
+        publisher_client = self._leader.publishing.client if self._leader is not None else None
+        if self._striped is not None:
+            with self._watch.time("update_weights"):
+                if not self._striped.has_room(order.token, publisher_client, self._policy):
+                    return
         probe = None
         if every := self._config.weight_sync.probe_every:
             with self._watch.time("probe"):
                 batch = self._probe_rows.build(order.seen_ids)
                 probe = measure_probe(self._policy, batch, self._config.rollout.temperature, every)
         with self._watch.time("update_weights"):
-            publisher_client = self._leader.publishing.client if self._leader is not None else None
             version = PolicyVersion(order.number, order.step)
             if self._direct is not None:
                 layout = publisher_client.layout if publisher_client is not None else None
                 self._direct.take(order.number, order.path, layout, self._policy)
-            publish_sharded(publisher_client, self._together, order.path, version, self._policy, probe)
+            if self._striped is not None:
+                self._striped.publish(version, self._policy, probe)
+            else:
+                publish_sharded(publisher_client, self._together, order.path, version, self._policy, probe)
         if (
             self._recorder is not None
             and publisher_client is not None

@@ -24,6 +24,7 @@ from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.segments import SHM_DIR, mark_node
 from weight_sync.memory.staging_area import StagingArea
 from weight_sync.protocol.copies.slots import NUM_SLOTS
+from weight_sync.protocol.lanes.stripes import Stripe
 from weight_sync.protocol.rounds import Timing
 from weight_sync.publisher import Endpoint, PublisherService
 from weight_sync.receiving.inbound_rounds import OnBucket
@@ -37,7 +38,7 @@ STORE_TIMEOUT = timedelta(seconds=30)
 def build_publisher(
     context: ServiceContext, num_segments: int = NUM_SLOTS, node: str | None = None
 ) -> PublisherService:
-    """Return the publisher; it runs on the host of the learner's rank 0.
+    """Return the publisher of stripe `context.rank` of `context.world_size`, on the host of a learner's rank.
 
     Args:
         node: Mark of its node, see `segments.mark_node`; it is looked for without one.
@@ -46,12 +47,15 @@ def build_publisher(
     host, uses_delta = reachable_host(address), context.config.weight_sync.uses_delta
     store = open_store(host, 0, STORE_TIMEOUT)
     runtime, num_segments = context.runtime, num_segments + uses_delta
+    stripe = Stripe(context.rank, context.world_size)
     make_private(SHM_DIR / context.shm_prefix)
     folder = open_folder(context, is_publisher=True)
     return PublisherService(
         address,
         _incarnation(runtime),
-        SegmentPool(f"{context.shm_prefix}publisher-", str(runtime.pid), num_segments, uses_delta),
+        SegmentPool(
+            f"{context.shm_prefix}{stripe.publisher}-", str(runtime.pid), num_segments, uses_delta, stripe
+        ),
         Endpoint(host, store.port),
         transports_of(context, store, folder),
         runtime,
@@ -60,7 +64,7 @@ def build_publisher(
         bounds_of(context.config),
         folder.shelf if folder is not None else None,
         _mark_of(context) if node is None else node,
-        _make_desk(context),
+        _make_desk(context) if stripe.index == 0 else None,
     )
 
 
@@ -132,7 +136,8 @@ def open_folder(context: ServiceContext, *, is_publisher: bool = False) -> Folde
     store, shelf = Store(runtime, url), None
     if is_publisher:
         run_dir = context.run_dir.absolute()
-        mark = sha256(f"{gethostname()}:{run_dir}".encode()).hexdigest()[:16]  # of no other run
+        stripe = f"//{context.rank}" if context.rank else ""
+        mark = sha256(f"{gethostname()}:{run_dir}{stripe}".encode()).hexdigest()[:16]  # of no other run
         shelf = Shelf(runtime, store, context.secret, f"asyncrl-{run_dir.name}-{mark}")
     return Folder(runtime, store, context.secret, shelf)
 

@@ -1,4 +1,4 @@
-"""The publisher service, beside the learner's rank 0: keeps the newest version and sends it.
+"""The publisher service, on a node of the learner: keeps its stripe of the newest version and sends it.
 
 Owns the segments, the store where groups meet, and the sending side of each group. Receivers of its node map
 a version where it is. Never makes the learner wait for a replica: a commit ends as soon as the version is
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,7 +43,6 @@ from weight_sync.memory.pool import SegmentPool, Slot
 from weight_sync.protocol import messages as told
 from weight_sync.protocol.lanes.stripes import WHOLE, Stripe
 from weight_sync.protocol.peer import RoundTracker
-from weight_sync.protocol.protocol import PUBLISHER
 from weight_sync.protocol.rounds import ABORTED, NEVER, STORE, SUPERSEDED, TRANSPORT
 from weight_sync.transfer_executor import MakeTransport, TransferExecutor, TransferOrder
 
@@ -66,6 +65,8 @@ class _Cargo:
     """Content of a transfer, and the version that its differences are to, if it may send any."""
 
     slot: Slot
+    buckets: Sequence[torch.Tensor]
+    digests: Sequence[str]
     base: Slot | None = None
     sender: DeltaSender | None = None
 
@@ -73,8 +74,7 @@ class _Cargo:
     def carry_bucket(self) -> CarryBucket:
         if self.sender is not None:
             return self.sender.carry
-        assert self.slot.manifest is not None, "a slot that is held holds a version"
-        return partial(carry_whole, digests=self.slot.manifest.digests)
+        return partial(carry_whole, digests=self.digests)
 
     @property
     def num_deltas(self) -> int:
@@ -82,8 +82,7 @@ class _Cargo:
 
     @property
     def num_bytes(self) -> int:
-        assert self.slot.manifest is not None, "a slot that is held holds a version"
-        return self.sender.num_bytes if self.sender is not None else self.slot.manifest.total_bytes
+        return self.sender.num_bytes if self.sender is not None else self.slot.num_bytes
 
 
 class PublisherService:
@@ -92,12 +91,12 @@ class PublisherService:
     Args:
         coordinator_address: RPC address of the coordinator.
         incarnation: Unique per process.
-        pool: The segments; closed with the service.
+        pool: The segments of its stripe; closed with the service.
         endpoint: Told to the coordinator.
         make_transport: Makes the transport of a membership.
         bounds: Limits of a version.
         shelf: What is stored in `weight_sync.folder`, if there is one.
-        desk: Of the learner's ranks, if they send themselves where they can.
+        desk: Of the learner's ranks, if they send themselves where they can; of stripe 0 alone.
         node: As of `ReceiverService`.
     """
 
@@ -119,13 +118,13 @@ class PublisherService:
         self._shelf, self._desk = shelf, desk
         self._server = Server(runtime, bind, keys.server if keys else None, limits_of(bounds))
         self._bounds = bounds
-        client_keys = keys.client if keys else None
+        client_keys, name = keys.client if keys else None, pool.stripe.publisher
         self._pool = pool
         self._endpoint = endpoint
         self._transfers = TransferExecutor(runtime, make_transport)
         self._incarnation, self._node = incarnation, node
         self._session = CoordinatorSession(
-            runtime, coordinator_address, PUBLISHER, incarnation, self._introduce, self._deliver, client_keys
+            runtime, coordinator_address, name, incarnation, self._introduce, self._deliver, client_keys
         )
         self._clock: Clock = runtime
         self._rounds = RoundTracker()
@@ -274,7 +273,7 @@ class PublisherService:
         slot = self._pool.current  # once: another thread may put a newer version there
         current = slot.manifest if slot is not None else None
         hello = told.PublisherHello(
-            name=PUBLISHER,
+            name=self._pool.stripe.publisher,
             incarnation=self._incarnation,
             store_host=self._endpoint.store_host,
             store_port=self._endpoint.store_port,
@@ -282,6 +281,8 @@ class PublisherService:
             node=self._node,
             path=slot.shared if slot is not None else "",
             seats=self._desk.num_seats if self._desk is not None else 0,
+            stripe=self._pool.stripe.index,
+            num_stripes=self._pool.stripe.count,
         )
         return Introduction(hello, [current.to_bytes()] if current else [])
 
@@ -322,12 +323,11 @@ class PublisherService:
             self._shelf.hold(order.round, order.number, is_afresh=order.is_afresh)
         self._sending[order.round] = order
         self._transfer_starts[order.round] = self._clock.now()
-        cargo = _load(self._pool, order, slot, slot.manifest)
+        cargo = _load(self._pool, order, slot, cut(slot.bytes_B, slot.manifest, self._pool.stripe))
         if order.base != UNLOADED and cargo.base is None:
             self.counters["lost_bases"] += 1
-        buckets, after_bucket = cut(slot.bytes_B, slot.manifest), _count_bucket(order.number)
-        done, carry_bucket = partial(self._put_end, cargo), cargo.carry_bucket
-        self._transfers.carry(order, buckets, after_bucket, done, carry_bucket)
+        done, after_bucket = partial(self._put_end, cargo), _count_bucket(order.number)
+        self._transfers.carry(order, cargo.buckets, after_bucket, done, cargo.carry_bucket)
 
     def _send_directly(self, order: TransferOrder) -> None:
         """Have the learner's ranks send what they hold."""
@@ -385,15 +385,18 @@ class PublisherService:
         self._longest_transfer_s = max(self._longest_transfer_s, took_s)
 
 
-def _load(pool: SegmentPool, order: TransferOrder, slot: Slot, manifest: Manifest) -> _Cargo:
+def _load(pool: SegmentPool, order: TransferOrder, slot: Slot, buckets: Sequence[torch.Tensor]) -> _Cargo:
+    assert slot.manifest is not None, "a slot that is held holds a version"
+    layout, own = slot.manifest.layout, pool.stripe.buckets(len(slot.manifest.buckets))
+    digests = slot.manifest.digests[own.start : own.stop]
     if order.base == UNLOADED:
-        return _Cargo(slot)
-    base, buckets = pool.hold(order.base), None
+        return _Cargo(slot, buckets, digests)
+    base, before = pool.hold(order.base), None
     if base is not None and base.manifest is not None and base.bytes_B is not None:
-        is_alike = base.manifest.layout == manifest.layout
-        buckets = cut(base.bytes_B, base.manifest) if is_alike else None
-    names = DeltaNames(manifest.digests, order.base)
-    return _Cargo(slot, base, DeltaSender(buckets, choose_widths(manifest.layout), names))
+        before = cut(base.bytes_B, base.manifest, pool.stripe) if base.manifest.layout == layout else None
+    widths = choose_widths(layout)[own.start : own.stop]
+    sender = DeltaSender(before, widths, DeltaNames(digests, order.base))
+    return _Cargo(slot, buckets, digests, base, sender)
 
 
 def cut(bytes_B: torch.Tensor, manifest: Manifest, stripe: Stripe = WHOLE) -> list[torch.Tensor]:

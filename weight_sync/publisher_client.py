@@ -46,6 +46,7 @@ from weight_sync.memory.writer import (
     WriteTimes,
     digest_of,
 )
+from weight_sync.protocol.lanes.stripes import WHOLE, Stripe
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +111,10 @@ class PublisherClient:
         specs: Names, dtypes and shapes in order. Without them the first publish learns them as it
             copies, into a file that grows; no extra pass is made.
         keys: Of the run, if the publisher's socket has any.
+        stripe: That the publisher keeps; with others the layout is set before the first publish.
 
     Attributes:
+        layout: Of all versions; None before the first.
         published: The newest version that the publisher has taken.
         digest: Of its bytes: xxh3-128 of the digests of its buckets, in hex.
         num_absences: Publishes deferred because the publisher was away.
@@ -132,11 +135,13 @@ class PublisherClient:
         token: int,
         specs: Sequence[TensorSpec] | None = None,
         keys: ClientKeys | None = None,
+        stripe: Stripe = WHOLE,
     ) -> None:
+        self.stripe = stripe
         self._prefix = f"{SHM_DIR}/{shm_prefix}"
         self._bucket_bytes = bucket_bytes
-        self._token = token
-        self._layout: Layout | None = plan(specs, bucket_bytes) if specs is not None else None
+        self.token = token
+        self.layout: Layout | None = plan(specs, bucket_bytes) if specs is not None else None
         self._mappings = Mappings()
         self._reserved = ""
         self._times = PublishTimes()
@@ -160,7 +165,7 @@ class PublisherClient:
         end = self._runtime.now() + START_DEADLINE_S
         while True:
             try:
-                asked, left_s = wire.Open(self._token), max(0.0, end - self._runtime.now())
+                asked, left_s = wire.Open(self.token), max(0.0, end - self._runtime.now())
                 self._client.ask(wire.OPEN, asked, deadline_s=left_s)
                 return
             except ConnectionLost as error:
@@ -180,7 +185,7 @@ class PublisherClient:
         try:
             self._reserved = self._acquire()
             if not self._reserved:
-                asked = wire.AwaitRoom(self._token)
+                asked = wire.AwaitRoom(self.token)
                 self.room = self._client.begin_asking(wire.AWAIT_ROOM, asked, ROOM_WAIT_S)
         except DeadlineExceeded as error:  # it is being started anew: as with no free segment
             self._note_absence(error)
@@ -210,14 +215,9 @@ class PublisherClient:
         return current.message.number < self.published.number
 
     @property
-    def layout(self) -> Layout | None:
-        """Of all versions; None before the first."""
-        return self._layout
-
-    @property
     def shared_path(self) -> str:
         """The reserved segment, if ranks may write their parts of the next version to it; else empty."""
-        return self._reserved if self._layout is not None else ""
+        return self._reserved if self.layout is not None else ""
 
     def publish(
         self,
@@ -241,7 +241,7 @@ class PublisherClient:
         if not path:
             return False
         acquired = time.perf_counter()
-        source = _Timed(tensors)
+        source = Timed(tensors)
         try:
             layout, buckets, written = self._copy(path, source)
         except SegmentGone as error:
@@ -268,8 +268,8 @@ class PublisherClient:
         if written is None:
             self._note_absence(SegmentGone(f"the segment {path} is gone"))
             return False
-        assert self._layout is not None, "the first version is not written in parts"
-        manifest = Manifest(version, self._layout, written.buckets, probe)
+        assert self.layout is not None, "the first version is not written in parts"
+        manifest = Manifest(version, self.layout, written.buckets, probe)
         return self._hand_over(path, manifest, written, began, began)
 
     def _hand_over(
@@ -279,7 +279,7 @@ class PublisherClient:
         copied = time.perf_counter()
         if not self._commit(path, manifest):
             return False
-        self._layout, self.published = manifest.layout, manifest.version
+        self.layout, self.published = manifest.layout, manifest.version
         self.digest = digest_of(manifest.buckets)
         call_s = acquired - began + time.perf_counter() - copied
         gather_s, copy_s, digest_s = written.waited_s, written.times.copy_s, written.times.digest_s
@@ -288,7 +288,7 @@ class PublisherClient:
         return True
 
     def _commit(self, path: str, manifest: Manifest) -> bool:
-        asked, frames = wire.Commit(self._token, path), [manifest.to_bytes()]
+        asked, frames = wire.Commit(self.token, path), [manifest.to_bytes()]
         deadline_s = CALL_DEADLINE_S / 2
         try:
             try:
@@ -314,9 +314,9 @@ class PublisherClient:
         self._client.close()
 
     def _acquire(self) -> str:
-        num_bytes = self._layout.total_bytes if self._layout else 0
+        num_bytes = self.layout.segment_bytes(self.stripe) if self.layout else 0
         # Once, not twice: without an answer the publish is deferred, and the learner goes on.
-        asked = wire.Acquire(self._token, num_bytes)
+        asked = wire.Acquire(self.token, num_bytes)
         path = self._client.ask(wire.ACQUIRE, asked, deadline_s=ACQUIRE_DEADLINE_S).message.path
         if path and not path.startswith(self._prefix):
             raise WireError(f"the publisher named {Path(path).name}, which is not a segment of this run")
@@ -325,38 +325,52 @@ class PublisherClient:
     def _copy(
         self, path: str, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> tuple[Layout, tuple[Bucket, ...], WriteTimes]:
-        if self._layout is None:
+        if self.layout is None:
             with GrowingPlace(path) as growing:
                 return self._copy_first(SegmentWriter(growing, self._bucket_bytes), tensors)
-        place = MappedPlace(self._mappings.open(path, self._layout.total_bytes))
-        return self._copy_known(self._layout, SegmentWriter(place, self._bucket_bytes), tensors)
+        writer = self._make_writer(path, self.layout)
+        for tensor in in_layout(self.layout, tensors):
+            writer.write(tensor)
+        return self.layout, writer.finish(), writer.times
 
     def _copy_first(
         self, writer: SegmentWriter, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> tuple[Layout, tuple[Bucket, ...], WriteTimes]:
         planner = Planner()
         for name, tensor in tensors:
-            planner.place(TensorSpec(name, _name_of(tensor.dtype), tuple(tensor.shape)))
+            planner.place(TensorSpec(name, name_of(tensor.dtype), tuple(tensor.shape)))
             writer.write(tensor)
         return planner.finish(self._bucket_bytes), writer.finish(), writer.times
 
-    def _copy_known(
-        self, layout: Layout, writer: SegmentWriter, tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> tuple[Layout, tuple[Bucket, ...], WriteTimes]:
-        wanted = iter(layout.tensors)
-        for name, tensor in tensors:
-            entry = next(wanted, None)
-            spec = (name, _name_of(tensor.dtype), tensor.shape)
-            if entry is None or spec != (entry.name, entry.dtype, entry.shape):
-                raise SyncError(
-                    f"the tensor {spec} came where the versions before had {entry.spec if entry else None}",
-                    hint="A run publishes the same names, dtypes and shapes in the same order",
-                )
-            writer.write(tensor)
-        missing = next(wanted, None)
-        if missing is not None:
-            raise SyncError(f"the version ends before the tensor '{missing.name}'")
-        return layout, writer.finish(), writer.times
+    def open_writer(self) -> SegmentWriter:
+        """Return the writer of the stripe's bytes to the segment that `has_room` has found.
+
+        Raises:
+            SegmentGone: The publisher has died since.
+        """
+        assert self.layout is not None, "a stripe is of a known layout"
+        return self._make_writer(self._reserved, self.layout)
+
+    def _make_writer(self, path: str, layout: Layout) -> SegmentWriter:
+        place = MappedPlace(self._mappings.open(path, layout.segment_bytes(self.stripe)))
+        return SegmentWriter(place, self._bucket_bytes, layout.span(self.stripe))
+
+
+def in_layout(layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """Yield the tensors; raises SyncError once one is not what the layout has."""
+    wanted = iter(layout.tensors)
+    for name, tensor in tensors:
+        entry = next(wanted, None)
+        spec = (name, name_of(tensor.dtype), tensor.shape)
+        if entry is None or spec != (entry.name, entry.dtype, entry.shape):
+            raise SyncError(
+                f"the tensor {spec} came where the versions before had {entry.spec if entry else None}",
+                hint="A run publishes the same names, dtypes and shapes in the same order",
+            )
+        yield tensor
+    missing = next(wanted, None)
+    if missing is not None:
+        raise SyncError(f"the version ends before the tensor '{missing.name}'")
 
 
 def publish_sharded(
@@ -396,14 +410,14 @@ def publish_sharded(
     return True
 
 
-class _Timed:
+class Timed:
     """Iterates over tensors and adds up how long each was waited for."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._tensors = iter(tensors)
         self.seconds = 0.0
 
-    def __iter__(self) -> _Timed:
+    def __iter__(self) -> Timed:
         return self
 
     def __next__(self) -> tuple[str, torch.Tensor]:
@@ -415,5 +429,6 @@ class _Timed:
 
 
 @cache
-def _name_of(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """Return torch's name of the dtype."""
     return str(dtype).removeprefix("torch.")

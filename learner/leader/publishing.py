@@ -36,6 +36,7 @@ class PolicyPublisher:
     Attributes:
         number: Of the policy version that was ordered last, 0 for none.
         last_evaluation: Id of the evaluation that was asked for last, 0 for none.
+        has_lost_stripe: A publisher has lost its stripe of the newest weights; set by rank 0's service.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class PolicyPublisher:
         self._rules = Publishing(config.eval.every_steps, config.learner.steps)
         self.number = 0
         self.last_evaluation = 0
+        self.has_lost_stripe = False
 
     def open(self, publisher_client: PublisherClient) -> None:
         """Publish by way of `publisher_client` from now on."""
@@ -80,7 +82,7 @@ class PolicyPublisher:
         fault_point("learner.publishing", step)
         with self._waits.on(BUFFER):
             self.number = self._client.register_version(step)
-        yield Publish(self.number, step, self.client.shared_path, seen_ids)
+        yield Publish(self.number, step, self.client.shared_path, seen_ids, self.client.token)
         taken = self.client.published
         if taken is None or taken.number != self.number:
             return  # the publisher has died meanwhile; the next try gets another number
@@ -104,8 +106,9 @@ class PolicyPublisher:
         if self._rules.is_due(step):
             return
         with self._waits.on(PUBLISHER):
-            if not self.client.has_lost():
+            if not (self.has_lost_stripe or self.client.has_lost()):
                 return
+        self.has_lost_stripe = False
         log.warning("the publisher has lost the weights of step %d: they are published again", step)
         self._rules.lose()
 

@@ -132,6 +132,11 @@ class Layout:
         buckets = stripe.buckets(self.num_buckets)
         return buckets.start * self.bucket_bytes, min(buckets.stop * self.bucket_bytes, self.total_bytes)
 
+    def segment_bytes(self, stripe: Stripe) -> int:
+        """Return the size of a segment for a stripe; an empty one has a byte, as nothing cannot be mapped."""
+        start, end = self.span(stripe)
+        return max(1, end - start)
+
     def pieces(self, entry: TensorEntry) -> list[tuple[int, int, int]]:
         """Return the pieces of a tensor as (bucket, start, end), in bytes of the address space."""
         end = entry.offset + entry.num_bytes

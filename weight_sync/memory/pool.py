@@ -18,6 +18,7 @@ from weight_sync.memory import segments
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.publisher_state import Legacy, PublisherStateFile
 from weight_sync.protocol.copies.slots import NUM_SLOTS, Slots
+from weight_sync.protocol.lanes.stripes import WHOLE, Stripe
 
 NO_TOKEN = -1
 PREPARE_STEP_BYTES = 64 << 20
@@ -65,13 +66,19 @@ class SegmentPool(Slots[Slot]):
         prefix: Start of all its segments' names.
         incarnation: Part of the names that tells this process from others.
         num_slots: At least 2. keeps_sent: As of `Slots`; takes a slot more.
+        stripe: What a segment holds of a version, from its first byte on.
     """
 
     def __init__(
-        self, prefix: str, incarnation: str, num_slots: int = NUM_SLOTS, keeps_sent: bool = False
+        self,
+        prefix: str,
+        incarnation: str,
+        num_slots: int = NUM_SLOTS,
+        keeps_sent: bool = False,
+        stripe: Stripe = WHOLE,
     ) -> None:
         super().__init__([Slot() for _ in range(num_slots)], keeps_sent=keeps_sent)
-        self._prefix, self._incarnation = prefix, incarnation
+        self._prefix, self._incarnation, self.stripe = prefix, incarnation, stripe
         self._serial = 0
         self.token = NO_TOKEN
         self._state_file = PublisherStateFile(prefix)
@@ -89,7 +96,7 @@ class SegmentPool(Slots[Slot]):
             and state_file.path.startswith(self._base)
         ):
             with contextlib.suppress(SyncError):  # gone: then nothing is current
-                num_bytes = state_file.manifest.total_bytes
+                num_bytes = state_file.manifest.layout.segment_bytes(self.stripe)
                 bytes_B = torch.frombuffer(segments.attach(state_file.path, num_bytes), dtype=torch.uint8)
                 slot = Slot(
                     state_file.path, NO_TOKEN, num_bytes, manifest=state_file.manifest, bytes_B=bytes_B
@@ -103,7 +110,7 @@ class SegmentPool(Slots[Slot]):
             if path not in kept:
                 segments.unlink(path)
         if self.current is not None:
-            self.current.shared = segments.share(self.current.path, self.current.number)
+            self._share(self.current)
 
     @property
     def _base(self) -> str:
@@ -187,12 +194,13 @@ class SegmentPool(Slots[Slot]):
         newest = self.current.number if self.current else UNLOADED
         if manifest.version.number <= newest:
             raise SyncError(f"version {manifest.version.number} does not rise over {newest}")
+        num_bytes = manifest.layout.segment_bytes(self.stripe)
         if slot.bytes_B is None:
-            slot.bytes_B = torch.frombuffer(segments.attach(path, manifest.total_bytes), dtype=torch.uint8)
-        elif slot.num_bytes != manifest.total_bytes:
-            raise SyncError(f"the segment {path} has {slot.num_bytes} bytes, wanted {manifest.total_bytes}")
-        slot.num_bytes, slot.manifest, slot.is_writing = manifest.total_bytes, manifest, False
-        slot.shared = segments.share(path, slot.number)
+            slot.bytes_B = torch.frombuffer(segments.attach(path, num_bytes), dtype=torch.uint8)
+        elif slot.num_bytes != num_bytes:
+            raise SyncError(f"the segment {path} has {slot.num_bytes} bytes, wanted {num_bytes}")
+        slot.num_bytes, slot.manifest, slot.is_writing = num_bytes, manifest, False
+        self._share(slot)
         self.current = slot
         self._leave()
 
@@ -201,6 +209,10 @@ class SegmentPool(Slots[Slot]):
         segments.unlink(str(self._state_file.path))
         for slot in self._slots:
             self._remove(slot)
+
+    def _share(self, slot: Slot) -> None:
+        """Let processes of the node map the slot's version, if it is whole."""
+        slot.shared = segments.share(slot.path, slot.number) if self.stripe.is_whole else ""
 
     def _free_slot(self) -> Slot | None:
         # One that nobody maps, or its memory would have to be reserved anew; the oldest, as for all slots.

@@ -121,7 +121,7 @@ class TogetherWriter:
             SyncError: This rank or another one has failed.
         """
         assert self._plan is not None, "the ranks have not agreed"
-        times, waits = WriteTimes(), _Waits()
+        times, waits = WriteTimes(), Waits()
         digests: dict[int, bytes] = {}
         error: AsyncrlError | None = None
         try:
@@ -130,16 +130,16 @@ class TogetherWriter:
             fault_point("together.written", self._collectives.rank)
         except AsyncrlError as caught:
             error = caught
+        plan, self._plan = self._plan, None
         with waits:
-            (outcome,) = self._collectives.largest([_outcome_of(error)])
-        if outcome != WRITTEN:
-            self._give_up(outcome, error)
-            return None
+            if not agree(self._collectives, error):
+                return None
+        self._plan = plan
         digests |= self._plan.writer.digest(bytes_B, self._plan.shared, times)
         layout = self._plan.layout
         with waits:
             merged = self._collectives.merge_bytes(merge_digests([digests], layout.num_buckets))
-        return Written(tuple(_buckets(layout, merged)), times, waits.seconds)
+        return Written(tuple(buckets_of(layout, merged)), times, waits.seconds)
 
     def _try_mapping(self, path: str, layout: Layout | None) -> tuple[Layout, bool]:
         """Return the layout, and whether this rank sees the mark that rank 0 has left in the segment."""
@@ -173,9 +173,8 @@ class TogetherWriter:
             writer = PartWriter(layout, parts)
         except SyncError as caught:
             error = caught
-        (outcome,) = self._collectives.largest([_outcome_of(error)])
-        if outcome != WRITTEN or writer is None:
-            raise error or _failed_elsewhere()
+        agree(self._collectives, error)
+        assert writer is not None, "no rank has failed"
         (num_bytes,) = self._collectives.add([writer.num_bytes])
         wanted = sum(entry.num_bytes for entry in layout.tensors)
         if num_bytes != wanted:
@@ -199,17 +198,11 @@ class TogetherWriter:
             self._plan.parts, self._plan.writer = parts, writer
         return self._plan.writer
 
-    def _give_up(self, outcome: int, error: AsyncrlError | None) -> None:
-        self._plan = None
-        if outcome == GONE:
-            return
-        raise error or _failed_elsewhere()
-
     def _all(self, is_true: bool) -> bool:
         return self._collectives.add([int(is_true)]) == [self._collectives.world_size]
 
 
-class _Waits:
+class Waits:
     """Adds up the seconds spent in `with` blocks."""
 
     def __init__(self) -> None:
@@ -228,11 +221,21 @@ def _outcome_of(error: AsyncrlError | None) -> int:
     return GONE if isinstance(error, SegmentGone) else FAILED
 
 
-def _failed_elsewhere() -> SyncError:
-    return SyncError("another learner rank could not write its part of the version", hint="See its log")
+def agree(collectives: Collectives, error: AsyncrlError | None) -> bool:
+    """Tell whether no rank has an error; collective. With SegmentGone alone, the publish is to be deferred.
+
+    Raises:
+        AsyncrlError: A rank has another error, this one or SyncError for one elsewhere.
+    """
+    (outcome,) = collectives.largest([_outcome_of(error)])
+    if outcome == FAILED:
+        why = "another learner rank could not write its part of the version"
+        raise error or SyncError(why, hint="See its log")
+    return outcome == WRITTEN
 
 
-def _buckets(layout: Layout, digests: bytes) -> Iterator[Bucket]:
+def buckets_of(layout: Layout, digests: bytes) -> Iterator[Bucket]:
+    """Yield the buckets of a layout, with the digests that `merge_digests` returns."""
     for index in range(layout.num_buckets):
         num_bytes = min(layout.bucket_bytes, layout.total_bytes - index * layout.bucket_bytes)
         yield Bucket(num_bytes, digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES].hex())

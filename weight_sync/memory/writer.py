@@ -8,6 +8,7 @@ Invariant: digests are computed from the source tensors, so a receiver detects a
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import time
@@ -107,10 +108,15 @@ class WriteTimes:
 
 
 class SegmentWriter:
-    """Appends tensors to a place, each at the next aligned byte; see the module."""
+    """Appends tensors to a version, each at the next aligned byte; see the module.
 
-    def __init__(self, place: Place, bucket_bytes: int) -> None:
-        self._place = place
+    Args:
+        span: First byte of some buckets and the one after their last. These alone are digested, and copied to
+            the start of `place`.
+    """
+
+    def __init__(self, place: Place, bucket_bytes: int, span: tuple[int, float] = (0, math.inf)) -> None:
+        self._place, self._span = place, span
         self._bucket_bytes = bucket_bytes
         self._end = 0
         self._digest = xxhash.xxh3_128()
@@ -119,13 +125,17 @@ class SegmentWriter:
 
     def write(self, tensor: torch.Tensor) -> None:
         """Append `tensor`, on any device, and zeros up to the next aligned byte."""
-        self._append(bytes_of(tensor))
+        num_bytes = tensor.numel() * tensor.itemsize
+        if self._end + num_bytes > self._span[0] and self._end < self._span[1]:
+            self._append(bytes_of(tensor))
+        else:  # not fetched from its device
+            self._end += num_bytes
         padding = align(self._end) - self._end
         if padding:
             self._append(_PADDING[:padding])
 
     def finish(self) -> tuple[Bucket, ...]:
-        """Return the buckets."""
+        """Return the buckets of the span."""
         if self._end % self._bucket_bytes:
             self._end_bucket(self._end % self._bucket_bytes)
         return tuple(self._buckets)
@@ -135,19 +145,24 @@ class SegmentWriter:
         while position < num_bytes:
             room = self._bucket_bytes - self._end % self._bucket_bytes
             piece = data[position : position + min(room, PIECE_BYTES)]
-            start = time.perf_counter()
-            self._place.put(self._end, piece)
-            copied = time.perf_counter()
-            self._digest.update(piece.data)
-            self.times.copy_s += copied - start
-            self.times.digest_s += time.perf_counter() - copied
+            if self._is_own(self._end):
+                start = time.perf_counter()
+                self._place.put(self._end - self._span[0], piece)
+                copied = time.perf_counter()
+                self._digest.update(piece.data)
+                self.times.copy_s += copied - start
+                self.times.digest_s += time.perf_counter() - copied
             position, self._end = position + len(piece), self._end + len(piece)
             if self._end % self._bucket_bytes == 0:
                 self._end_bucket(self._bucket_bytes)
 
+    def _is_own(self, offset: int) -> bool:
+        return self._span[0] <= offset < self._span[1]
+
     def _end_bucket(self, num_bytes: int) -> None:
-        self._buckets.append(Bucket(num_bytes, self._digest.hexdigest()))
-        self._digest = xxhash.xxh3_128()
+        if self._is_own(self._end - num_bytes):
+            self._buckets.append(Bucket(num_bytes, self._digest.hexdigest()))
+            self._digest = xxhash.xxh3_128()
 
 
 def digest_of(buckets: Iterable[Bucket]) -> str:

@@ -363,7 +363,7 @@ def test_a_buffer_that_is_started_again_in_a_pause_is_paused(
 class ScriptedHandoff:
     """Takes every version at once."""
 
-    shared_path = ""
+    shared_path, token = "", 1
     published: PolicyVersion | None = None
     room = None
 
