@@ -33,6 +33,7 @@ def build(context: ServiceContext) -> Supervisor:
         keys=context.keys,
         interface=interface_of(config.launcher.host or "127.0.0.1"),
         secret=context.secret,
+        num_publishers=context.world_size,
     )
     launcher = make_launcher(config, context.run_id)
     recorder = Recorder(run_dir.metrics, context.runtime, open_sinks(config, run_dir))

@@ -86,6 +86,7 @@ class Roster:
         keys: Of the run's sockets, if they have any.
         interface: On which torch.distributed talks; empty leaves that to it.
         secret: Of this start, see `ServiceContext`; without it no service can name its shared memory.
+        num_publishers: Number of nodes that the learner began on.
     """
 
     config: Config
@@ -97,25 +98,23 @@ class Roster:
     keys: RunKeys | None = None
     interface: str = ""
     secret: str = field(default="", repr=False)
-
-    @property
-    def num_learner_ranks(self) -> int:
-        return self.config.learner.num_ranks
+    num_publishers: int = 1
 
     def spec(self, name: str, *, is_standby: bool = False) -> ServiceSpec:
         """Return how to start `name`; a replica may be started to stand by."""
         kind, index = name.split(".")
-        is_learner = kind == "learner"
+        others = [f"publisher.{number}" for number in range(1, self.num_publishers) if kind == "learner"]
+        sizes = {"learner": self.config.learner.num_ranks, "publisher": self.num_publishers}
         context = ServiceContext(
             config=self.config,
             name=name,
             run_dir=self.run_dir,
             run_id=self.run_id,
-            addresses={one: self._address(one) for one in called_by(name)},
+            addresses={one: self._address(one) for one in (*called_by(name), *others)},
             bind=self._address(name),
             sockets=self.socket_dir,
-            rank=int(index) if is_learner else 0,
-            world_size=self.num_learner_ranks if is_learner else 1,
+            rank=int(index) if kind in sizes else 0,
+            world_size=sizes.get(kind, 1),
             rendezvous=self.rendezvous,
             keys=self._keys_of(name),
             is_standby=is_standby,
@@ -147,12 +146,12 @@ class Roster:
     def _keys_of(self, name: str) -> RunKeys | None:
         if self.keys is None:
             return None
-        if name in SERVERS or name.startswith("receiver."):
+        if name in SERVERS or name.startswith(("receiver.", "publisher.")):
             return self.keys.of_server()
         return self.keys.of_generator() if name.startswith("rollout.") else self.keys.of_caller()
 
     def _address(self, name: str) -> str:
-        """Return where `name` listens; a receiver is called by its own replica alone, on the same node."""
+        """Return where `name` listens; who is none of `SERVERS` is called from the same node alone."""
         host = self.config.launcher.host
         if host is None or name not in SERVERS:
             return f"ipc://{self.socket_dir / name}"

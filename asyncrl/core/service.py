@@ -35,8 +35,8 @@ class ServiceContext:
             before the service listens.
         bind: Where this service's own RPC server listens.
         sockets: The run's private folder, also of temporary files; None leaves those where they are.
-        rank: Rank among the learner's processes, else 0.
-        world_size: Number of the learner's processes, else 1.
+        rank: Rank among the learner's processes; of a publisher its stripe; else 0.
+        world_size: Number of the learner's processes; of publishers, for one and the supervisor; else 1.
         rendezvous: `host:port` where the learner's ranks meet; empty with one rank.
         keys: Of the run's sockets; None leaves them plain, on loopback or socket files only.
         is_standby: A replica that follows versions and takes no leases until it is told `promote`.

@@ -69,7 +69,7 @@ class FleetRules:
     """Limits of the machine: restarts and deadlines.
 
     Attributes:
-        num_ranks: Of the learner.
+        num_ranks: Of the learner; `num_publishers`, of its nodes.
         max_restarts: Of a unit that does no work in between; 0 ends the run at the first death.
         start_deadline_s: Time that a service may be starting, syncing or draining.
         silence_s: Time without an answer after which a service with a suspended process is dead;
@@ -82,6 +82,7 @@ class FleetRules:
     """
 
     num_ranks: int = 1
+    num_publishers: int = 1
     max_restarts: int = 5
     start_deadline_s: float = 300.0
     silence_s: float = 20.0
@@ -196,7 +197,7 @@ class FleetMachine:
         """Replicas first: an engine takes longest to start."""
         self.wanted, self.wanted_standby, self._is_settled = event.replicas, event.standby, False
         self._reconcile()
-        for key, names in core_keys(self.rules.num_ranks).items():
+        for key, names in core_keys(self.rules.num_ranks, self.rules.num_publishers).items():
             self.units[key] = make_unit(key, names, self.rules.max_restarts)
             self._start_members(self.units[key])
 

@@ -1,7 +1,8 @@
 """Services that are started, watched and restarted together (pure).
 
 A replica is an engine's service and its receiver: the receiver may be restarted alone, the engine's only
-with its receiver, whose staged copy it maps. All ranks of the learner are one unit. The others stand alone.
+with its receiver, whose staged copy it maps. All ranks of the learner are one unit. Publishers are one too,
+and each is restarted alone. The others stand alone.
 """
 
 from __future__ import annotations
@@ -157,19 +158,19 @@ class Unit:
 
     def falls_with(self, name: str) -> list[str]:
         """Return the services that must be restarted when `name` is gone."""
-        if self.is_replica and name.startswith("receiver."):
+        if name.startswith(("receiver.", "publisher.")):
             return [name]
         return list(self.members)
 
 
-def core_keys(num_ranks: int) -> dict[str, tuple[str, ...]]:
+def core_keys(num_ranks: int, num_publishers: int = 1) -> dict[str, tuple[str, ...]]:
     """Return the units that every run has, by key, in the order in which they are started."""
     ranks = tuple(f"learner.{rank}" for rank in range(num_ranks))
     return {
         "buffer": ("buffer.0",),
         "weight_sync": ("weight_sync.0",),
         LEARNER: ranks,
-        "publisher": ("publisher.0",),
+        "publisher": tuple(f"publisher.{index}" for index in range(num_publishers)),
     }
 
 

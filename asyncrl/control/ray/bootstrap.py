@@ -87,6 +87,13 @@ def enter(config: Config, earlier: Sequence[Start], tell: Callable[[str], None])
     return config.model_copy(update={"launcher": launcher.model_copy(update={"host": host})})
 
 
+def count_publishers(config: Config) -> int:
+    """Return how many nodes the learner's ranks begin on: each has a publisher."""
+    if not config.launcher.is_cluster:
+        return 1
+    return Placement(membership.home_node(), config).count_publishers(membership.living_nodes())
+
+
 def watching_cluster(config: Config, on_death: Callable[[str], None]) -> AbstractContextManager[None]:
     """Call `on_death` with the name of Ray's process that is gone, where Ray is a cluster's."""
     if not config.launcher.is_cluster:

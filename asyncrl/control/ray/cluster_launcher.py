@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from asyncrl.control.ray.launcher import Launcher
 from asyncrl.control.ray.placement import Node, Placement
-from asyncrl.control.roster import ServiceSpec
+from asyncrl.control.roster import SERVERS, ServiceSpec
 from asyncrl.core.errors import ConfigError, ServiceFailed
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.service_command import A, Command
@@ -27,7 +27,7 @@ WAITING = ServiceState.WAITING
 """The state of a service that no node has room for."""
 TRY_EVERY_S, ASK_EVERY_S = 2.0, 1.0
 """Between two tries to place services that wait; two looks for the nodes of services that start."""
-RANK = "learner."
+RANK, PUBLISHER = "learner.", "publisher."
 TROUBLED = (ServiceState.DEAD, ServiceState.FAILED, ServiceState.SILENT)
 
 
@@ -73,7 +73,13 @@ class ClusterLauncher:
                 log.warning("%s waits: %s", spec.name, error)
             self._waiting[spec.name] = (spec, str(error))
             return
-        self._launcher.start(replace(spec, node=node))
+        called = {one: at for one, at in spec.context.addresses.items() if self._may_call(spec.name, one)}
+        self._launcher.start(replace(spec, node=node, context=replace(spec.context, addresses=called)))
+
+    def _may_call(self, name: str, other: str) -> bool:
+        """Tell whether a service may call another: of publishers but the first, one for which it writes."""
+        is_free = other in SERVERS or not other.startswith(PUBLISHER)
+        return is_free or self._placement.writer_of(other) == name
 
     def statuses(self, names: Iterable[str], deadline_s: float) -> Statuses:
         """Return each service's status; `WAITING` for one that no node has room for."""
@@ -85,7 +91,7 @@ class ClusterLauncher:
                 self._placement.recall(name, status.node)
         first = next((one for one in self._waiting if one.startswith(RANK)), "")
         waiting = {name: self._wait(name, first) for name in names if name in self._waiting}
-        return found | self._lost(found) | waiting
+        return found | self._left_alone(found) | self._lost(found) | waiting
 
     def _wait(self, name: str, first: str) -> ServiceStatus:
         """Return the status of a service that waits; the `first` rank that does tells why the run stands."""
@@ -99,8 +105,17 @@ class ClusterLauncher:
         if set(placed.values()) <= {None, self._placement.home}:
             return {}
         living = {node.id for node in self._nodes()}
-        gone = {name: node for name, node in placed.items() if node and node not in living}
-        return {name: ServiceStatus(state=ServiceState.DEAD, error=self._loss(gone[name])) for name in gone}
+        gone = {name: self._loss(node) for name, node in placed.items() if node and node not in living}
+        return {name: ServiceStatus(state=ServiceState.DEAD, error=why) for name, why in gone.items()}
+
+    def _left_alone(self, found: Statuses) -> dict[str, ServiceStatus]:
+        """Return the statuses of publishers whose node no rank writes on any more."""
+        dead = ServiceStatus(state=ServiceState.DEAD, error="the learner's ranks are on other nodes now")
+        others = [name for name in found if name.startswith(PUBLISHER) and name not in SERVERS]
+        places = {
+            name: (self._placement.node_of(name), self._placement.publisher_node(name)) for name in others
+        }
+        return {name: dead for name, (node, wanted) in places.items() if node and wanted and node != wanted}
 
     def _loss(self, node: str) -> str:
         which, services = self._addresses.get(node, node), ", ".join(self._placement.placed_on(node))

@@ -113,6 +113,7 @@ def _run(run_dir: RunDir, live: LiveRun, config: Config, factory: str) -> None:
             run_id=live.run_id,
             addresses=addresses,
             sockets=sockets,
+            world_size=bootstrap.count_publishers(config),
             rendezvous=rendezvous.address,
             keys=_make_keys(config, run_dir),
         )

@@ -1,7 +1,8 @@
 """Placement of services on nodes (pure).
 
 Owns the rule: a service of which a run has one runs at home, the node where `asyncrl up` was called. Learner
-ranks have room before any replica: as many as a node holds, home first. A replica, its engine and receiver,
+ranks have room before any replica: as many as a node holds, home first. Their nodes have the publishers, in
+the order of the ranks; the first rank on a node writes for those there. A replica, its engine and receiver,
 runs on one node with room for it: the node with the fewest replicas, home last. A receiver that starts again
 goes to the node of its engine. Invariants: no node gets more than it has room for; ranks are placed together.
 """
@@ -109,7 +110,10 @@ class Placement:
             return self._claims[name].node
         self.forget(name)
         if kind not in OF_REPLICA:
-            return self._claim(name, self.home, cpus, gpus)
+            is_elsewhere = kind == "publisher" and index != "0"
+            if is_elsewhere:
+                self._reserve_ranks(nodes)
+            return self._claim(name, self.publisher_node(name) if is_elsewhere else self.home, cpus, gpus)
         mate = self._claims.get(f"{OF_REPLICA[1 - OF_REPLICA.index(kind)]}.{index}")
         beside = [node for node in nodes if mate is not None and node.id == mate.node]
         if not beside:
@@ -141,6 +145,24 @@ class Placement:
         """Return the id of the node of a service that was placed."""
         claim = self._claims.get(name)
         return None if claim is None else claim.node
+
+    def publisher_node(self, name: str) -> str:
+        """Return the id of the node where a publisher belongs; empty while ranks have no place."""
+        nodes = [*dict.fromkeys(self.node_of(rank) for rank in self._ranks)]
+        return "" if None in nodes else str(nodes[int(name.partition(".")[2]) % len(nodes)])
+
+    def writer_of(self, name: str) -> str:
+        """Return the rank that writes for a publisher; empty while ranks have no place."""
+        node = self.publisher_node(name)
+        return next((rank for rank in self._ranks if self.node_of(rank) == node), "")
+
+    def count_publishers(self, nodes: Sequence[Node]) -> int:
+        """Return how many nodes the ranks would be placed on; 1 if they have no room."""
+        try:
+            self._reserve_ranks(nodes)
+        except ConfigError:
+            return 1
+        return len({self.node_of(rank) for rank in self._ranks})
 
     def placed_on(self, node: str) -> list[str]:
         """Return the services that were started on `node`."""

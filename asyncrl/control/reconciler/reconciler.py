@@ -110,7 +110,7 @@ class FleetFile:
 
 def rules_of(roster: Roster) -> FleetRules:
     """Return the deadlines and restart limits of a run's services."""
-    return make_rules(roster.config, roster.num_learner_ranks)
+    return make_rules(roster.config, roster.config.learner.num_ranks, roster.num_publishers)
 
 
 class FleetReconciler:

@@ -55,8 +55,8 @@ def _coordinator_metrics(statuses: Statuses) -> dict[str, float]:
 
 
 def _publisher_metrics(statuses: Statuses) -> dict[str, float]:
-    publisher = statuses.publisher
-    return {} if publisher is None else {"weights/deferred": float(publisher.counters.get("deferred", 0))}
+    found = [one.counters.get("deferred", 0) for one in statuses.values() if isinstance(one, PublisherStatus)]
+    return {"weights/deferred": float(sum(found))} if found else {}
 
 
 class ServedWeights(Message, frozen=True, kw_only=True):

@@ -141,7 +141,7 @@ def environment(config: Config, folder: Path) -> Any:
 
 def services(config: Config, folder: Path) -> Any:
     roster = Roster(config, folder, "id", folder, "rendezvous", 20_000)
-    names = ["buffer.0", "rollout.0", *(f"learner.{rank}" for rank in range(roster.num_learner_ranks))]
+    names = ["buffer.0", "rollout.0", *(f"learner.{rank}" for rank in range(roster.config.learner.num_ranks))]
     specs = [roster.spec(name) for name in names]
     return [(one.cpus, one.gpus, one.context.bind, one.context.world_size, one.environment) for one in specs]
 
