@@ -97,7 +97,8 @@ class Operations:
             case api.Unpause():
                 return self._set_paused(False)
             case api.WriteCheckpoint():
-                return self._checkpoint()
+                self._refuse_if_leaving()
+                return api.CheckpointAsked(self._ask_for_checkpoint(None))
             case api.Tighten(max_lag):
                 return self._tighten(max_lag)
             case api.Stop():
@@ -173,10 +174,6 @@ class Operations:
         differ = [name for name, one in told.items() if one is not None and one.paused != is_paused]
         if differ and self.lifecycle.state not in LEAVING:
             self._tell(differ, is_paused)
-
-    def _checkpoint(self) -> api.CheckpointAsked:
-        self._refuse_if_leaving()
-        return api.CheckpointAsked(self._ask_for_checkpoint(None))
 
     def _ask_for_checkpoint(self, step: int | None) -> int:
         """Request a checkpoint at `step` or later and record the request with the learner's incarnation.

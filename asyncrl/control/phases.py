@@ -14,7 +14,6 @@ from asyncrl.core.states import RunState, ServiceState
 FIRST_START = "starting the supervisor"
 """The last phase that the head tells of before the supervisor tells of its own."""
 ANSWERS_WAIT = "answers wait for their rewards, tools or environments"
-
 BEGINNING = (ServiceState.WAITING, ServiceState.STARTING, ServiceState.SILENT)
 """A process that loads its libraries may not answer for seconds."""
 
@@ -24,9 +23,6 @@ def phase_of(state: RunState, statuses: Statuses, *, is_saving: bool = False) ->
 
     Args:
         is_saving: While it stops: its learner has been asked for a last checkpoint, alone, and has not ended.
-
-    >>> phase_of(RunState.STARTING, Statuses({"buffer.0": ServiceStatus(state=ServiceState.STARTING)}))
-    'the buffer reads its journal'
     """
     if state in (RunState.STARTING, RunState.RUNNING):
         return _first_of(statuses)

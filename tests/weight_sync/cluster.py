@@ -223,7 +223,9 @@ class Cluster:
         keys: RunKeys | None = None,
         folder: str | None = None,
         node_of: Callable[[str], str | None] = str,
+        num_stripes: int = 1,
     ) -> None:
+        self._num_stripes = num_stripes
         self._node_of = node_of
         self._socket_dir = socket_dir
         self._lost_s = lost_s
@@ -290,6 +292,8 @@ class Cluster:
             section = config.weight_sync.model_copy(update={"backend": "folder"})
             config = config.model_copy(update={"weight_sync": section})
         context = replace(self._context, name=name, addresses=addresses, bind=bind, config=config)
+        if context.kind == "publisher":
+            context = replace(context, rank=context.index, world_size=self._num_stripes)
         log_path = self._socket_dir / f"{name}.log" if self._socket_dir else None
         role = Role(
             context,

@@ -149,15 +149,13 @@ class FleetMachine:
 
     def silence_of(self, name: str) -> float | None:
         """Return for how many seconds `name` has not answered, None for one without a process."""
-        unit = self.units.get(key_of(name))
-        member = unit.members.get(name) if unit else None
-        return None if member is None or member.is_down else self.lived - member.heard_at
+        found = self._find(name)
+        return None if found is None else self.lived - found[1].heard_at
 
     def has_come_up(self, name: str) -> bool:
         """Whether `name` has been able to work since it was started."""
-        unit = self.units.get(key_of(name))
-        member = unit.members.get(name) if unit else None
-        return member is not None and member.came_up
+        found = self._find(name)
+        return found is not None and found[1].came_up
 
     def _all_replicas(self) -> list[Unit]:
         return [unit for unit in self.units.values() if unit.is_replica]

@@ -13,7 +13,6 @@ import errno
 import random
 import socket
 from collections.abc import Iterator
-from typing import Self
 
 from asyncrl.core.errors import AsyncrlError
 
@@ -22,12 +21,8 @@ PORTS = range(20_000, 32_000)
 TRIES = 50
 
 
-class HeldPort:
+class HeldPort(contextlib.AbstractContextManager["HeldPort"]):
     """A TCP port of `host`, held until `close`.
-
-    >>> with HeldPort() as port:
-    ...     0 < port.number < 65536
-    True
 
     Args:
         number: Of the port; 0 takes a free one.
@@ -51,9 +46,6 @@ class HeldPort:
     def close(self) -> None:
         """Let the port go."""
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

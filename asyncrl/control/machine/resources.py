@@ -53,9 +53,7 @@ def visible_gpus() -> list[str] | None:
     if visible is None:
         return None
     names = (name.strip() for name in visible.split(","))
-    return list(
-        itertools.takewhile(lambda name: name.startswith(("GPU-", "MIG-")) or name.isdecimal(), names)
-    )
+    return [*itertools.takewhile(lambda one: one.startswith(("GPU-", "MIG-")) or one.isdecimal(), names)]
 
 
 def check_resources(config: Config, replicas: int) -> Iterator[str]:

@@ -10,7 +10,7 @@ import errno
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -88,10 +88,14 @@ def enter(config: Config, earlier: Sequence[Start], tell: Callable[[str], None])
 
 
 def count_publishers(config: Config) -> int:
-    """Return how many nodes the learner's ranks begin on: each has a publisher."""
-    if not config.launcher.is_cluster:
-        return 1
-    return Placement(membership.home_node(), config).count_publishers(membership.living_nodes())
+    """Return how many nodes the learner's ranks begin on, each with a publisher; 1 if they have no room."""
+    if config.launcher.is_cluster:
+        placement, nodes = Placement(membership.home_node(), config), membership.living_nodes()
+        with suppress(ConfigError):
+            return len(
+                {placement.choose(nodes, f"learner.{rank}") for rank in range(config.learner.num_ranks)}
+            )
+    return 1
 
 
 def watching_cluster(config: Config, on_death: Callable[[str], None]) -> AbstractContextManager[None]:

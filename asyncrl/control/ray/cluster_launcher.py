@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from asyncrl.control.ray.launcher import Launcher
-from asyncrl.control.ray.placement import Node, Placement
-from asyncrl.control.roster import SERVERS, ServiceSpec
+from asyncrl.control.ray.placement import Node, Placement, is_of_rank
+from asyncrl.control.roster import ServiceSpec
 from asyncrl.core.errors import ConfigError, ServiceFailed
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.service_command import A, Command
@@ -27,7 +27,7 @@ WAITING = ServiceState.WAITING
 """The state of a service that no node has room for."""
 TRY_EVERY_S, ASK_EVERY_S = 2.0, 1.0
 """Between two tries to place services that wait; two looks for the nodes of services that start."""
-RANK, PUBLISHER = "learner.", "publisher."
+RANK = "learner."
 TROUBLED = (ServiceState.DEAD, ServiceState.FAILED, ServiceState.SILENT)
 
 
@@ -77,9 +77,8 @@ class ClusterLauncher:
         self._launcher.start(replace(spec, node=node, context=replace(spec.context, addresses=called)))
 
     def _may_call(self, name: str, other: str) -> bool:
-        """Tell whether a service may call another: of publishers but the first, one for which it writes."""
-        is_free = other in SERVERS or not other.startswith(PUBLISHER)
-        return is_free or self._placement.writer_of(other) == name
+        """Tell whether a service may call another: a publisher but the first is called by its rank alone."""
+        return not is_of_rank(other) or self._placement.seat_of(other)[1] == name
 
     def statuses(self, names: Iterable[str], deadline_s: float) -> Statuses:
         """Return each service's status; `WAITING` for one that no node has room for."""
@@ -109,13 +108,13 @@ class ClusterLauncher:
         return {name: ServiceStatus(state=ServiceState.DEAD, error=why) for name, why in gone.items()}
 
     def _left_alone(self, found: Statuses) -> dict[str, ServiceStatus]:
-        """Return the statuses of publishers whose node no rank writes on any more."""
-        dead = ServiceStatus(state=ServiceState.DEAD, error="the learner's ranks are on other nodes now")
-        others = [name for name in found if name.startswith(PUBLISHER) and name not in SERVERS]
-        places = {
-            name: (self._placement.node_of(name), self._placement.publisher_node(name)) for name in others
-        }
-        return {name: dead for name, (node, wanted) in places.items() if node and wanted and node != wanted}
+        """Return the statuses of publishers that have no rank on their node any more."""
+        seats = {name: self._placement.seat_of(name)[0] for name in found if is_of_rank(name)}
+        left = [
+            one for one, seat in seats.items() if seat and self._placement.node_of(one) not in (None, seat)
+        ]
+        why = "the learner's ranks are on other nodes now"
+        return dict.fromkeys(left, ServiceStatus(state=ServiceState.DEAD, error=why))
 
     def _loss(self, node: str) -> str:
         which, services = self._addresses.get(node, node), ", ".join(self._placement.placed_on(node))

@@ -80,15 +80,13 @@ class ServiceHost:
 
     def describe(self) -> ServiceStatus:
         """Return the service's own status, or, before it is built, that it starts; with how it ended."""
-        told = self._service.status() if self._service is not None else self._beginning()
+        beginning = ServiceStatus(state=ServiceState.STARTING, obstacles=tuple(self._waits_for))
+        told = self._service.status() if self._service is not None else beginning
         told = replace_fields(told, pid=os.getpid(), node=os.environ.get(NODE_VARIABLE, ""))
         if self._error:
             kinds = tuple(self._error_kinds)
             return replace_fields(told, state=ServiceState.FAILED, error=self._error, error_kinds=kinds)
         return replace_fields(told, state=ServiceState.ENDED) if self._is_done else told
-
-    def _beginning(self) -> ServiceStatus:
-        return ServiceStatus(state=ServiceState.STARTING, obstacles=tuple(self._waits_for))
 
     def command(self, data: bytes) -> bytes:
         """Pass a packed command to the service, but `DumpStacks`; before it is built, refuse it."""

@@ -49,7 +49,6 @@ ENVIRONMENT = {
 """Settings of Ray. It starts no process for each CPU ahead, which no service could use. Task events are off:
 with them `gcs_server` keeps 4.3 KB of each actor call for the dashboard, 5.5 MB a minute of a run, without
 them 0.1 KB (Ray 2.60, over 3,000 and 13,000 calls)."""
-
 RAY = "ray"
 """The folder of Ray's sessions, in a run's private one."""
 DEEPEST = "asyncrl-01234567/ray/session_2026-11-24_15-10-03_123456_4194304/sockets/plasma_store"

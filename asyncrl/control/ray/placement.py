@@ -39,6 +39,11 @@ class Claim:
     gpus: float
 
 
+def is_of_rank(name: str) -> bool:
+    """Tell whether a service is a publisher that may be away from home."""
+    return name.startswith("publisher.") and name != "publisher.0"
+
+
 def pack_ranks(
     rooms: Mapping[str, int], learner: LearnerSection, wanted: Collection[int]
 ) -> dict[int, str] | None:
@@ -74,11 +79,6 @@ def pack_ranks(
 class Placement:
     """Node of each service; called anew at each start of a service.
 
-    >>> placement = Placement("a", Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"}))
-    >>> nodes = [Node("a", "10.0.0.1", cpus=4), Node("b", "10.0.0.2", cpus=4)]
-    >>> placement.choose(nodes, "buffer.0"), placement.choose(nodes, "rollout.0", cpus=1.0)
-    ('a', 'b')
-
     Args:
         home: The id of the node of all that a run has once.
         config: Of the run.
@@ -110,10 +110,9 @@ class Placement:
             return self._claims[name].node
         self.forget(name)
         if kind not in OF_REPLICA:
-            is_elsewhere = kind == "publisher" and index != "0"
-            if is_elsewhere:
+            if is_of_rank(name):
                 self._reserve_ranks(nodes)
-            return self._claim(name, self.publisher_node(name) if is_elsewhere else self.home, cpus, gpus)
+            return self._claim(name, self.seat_of(name)[0] if is_of_rank(name) else self.home, cpus, gpus)
         mate = self._claims.get(f"{OF_REPLICA[1 - OF_REPLICA.index(kind)]}.{index}")
         beside = [node for node in nodes if mate is not None and node.id == mate.node]
         if not beside:
@@ -146,23 +145,13 @@ class Placement:
         claim = self._claims.get(name)
         return None if claim is None else claim.node
 
-    def publisher_node(self, name: str) -> str:
-        """Return the id of the node where a publisher belongs; empty while ranks have no place."""
-        nodes = [*dict.fromkeys(self.node_of(rank) for rank in self._ranks)]
-        return "" if None in nodes else str(nodes[int(name.partition(".")[2]) % len(nodes)])
-
-    def writer_of(self, name: str) -> str:
-        """Return the rank that writes for a publisher; empty while ranks have no place."""
-        node = self.publisher_node(name)
-        return next((rank for rank in self._ranks if self.node_of(rank) == node), "")
-
-    def count_publishers(self, nodes: Sequence[Node]) -> int:
-        """Return how many nodes the ranks would be placed on; 1 if they have no room."""
-        try:
-            self._reserve_ranks(nodes)
-        except ConfigError:
-            return 1
-        return len({self.node_of(rank) for rank in self._ranks})
+    def seat_of(self, publisher: str) -> tuple[str, str]:
+        """Return the node of a publisher and the rank that writes for it; empty while a rank has no place."""
+        firsts: dict[str | None, str] = {}
+        for rank in self._ranks:
+            firsts.setdefault(self.node_of(rank), rank)
+        seats = [(node, rank) for node, rank in firsts.items() if node is not None]
+        return seats[int(publisher.partition(".")[2]) % len(seats)] if None not in firsts else ("", "")
 
     def placed_on(self, node: str) -> list[str]:
         """Return the services that were started on `node`."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.control.api.operations import Begun
-from asyncrl.control.fleet.machine import FleetMachine, FleetRules
+from asyncrl.control.fleet.machine import FleetMachine
 from asyncrl.control.fleet.messages import (
     Begin,
     Drain,
@@ -108,11 +108,6 @@ class FleetFile:
             self.write_error = f"{error}"
 
 
-def rules_of(roster: Roster) -> FleetRules:
-    """Return the deadlines and restart limits of a run's services."""
-    return make_rules(roster.config, roster.config.learner.num_ranks, roster.num_publishers)
-
-
 class FleetReconciler:
     """The services of a run.
 
@@ -137,7 +132,8 @@ class FleetReconciler:
         self._events = events
         self._runtime = runtime
         self._lock = runtime.lock()
-        self._machine = FleetMachine(rules_of(roster), runtime.now())
+        self._rules = make_rules(roster.config, roster.config.learner.num_ranks, roster.num_publishers)
+        self._machine = FleetMachine(self._rules, runtime.now())
         self.file = FleetFile(roster.run_dir)
         self.report = FleetReport(events)
         self._max_lag: int | None = None
@@ -306,7 +302,8 @@ class FleetReconciler:
         with self._lock:  # let go then: nothing is begun any more, and others may ask meanwhile
             self.ending = outcome
             self._save()
-            left = {name: self._is_awake(name) for name in self._machine.names}
+            suspect_s, silence_of = self._machine.rules.suspect_s, self._machine.silence_of
+            left = {name: (silence_of(name) or 0.0) <= suspect_s for name in self._machine.names}
             useless = {name for name in left if not self._machine.has_come_up(name)}
             if not has_work:
                 useless |= {name for name in left if name.split(".")[0] in ENDED_AT_ONCE}
@@ -322,9 +319,6 @@ class FleetReconciler:
             for name in awake:
                 self._launcher.kill(name)
         return unstopped, statuses
-
-    def _is_awake(self, name: str) -> bool:
-        return (self._machine.silence_of(name) or 0.0) <= self._machine.rules.suspect_s
 
     def _refuse_if_ending(self) -> None:
         if self.ending is not None:
@@ -374,7 +368,7 @@ class FleetReconciler:
                 self._actuator.tell_replica(unit.index, service_command.Promote())
 
     def _take_over(self, found: SavedFleet) -> None:
-        self._machine = restore(rules_of(self._roster), found.machine, self._runtime.now())
+        self._machine = restore(self._rules, found.machine, self._runtime.now())
         self._max_lag, self.ending = found.bound.max_lag, found.ending
         living, known = self._launcher.adopt(), set(self._machine.names)
         self.report.begin(self._machine)

@@ -44,10 +44,10 @@ def started(world: World) -> list[str]:
 
 
 def test_a_run_begins_with_replicas_first_and_every_service_once() -> None:
-    world = make_world(replicas=2, num_ranks=2)
+    world = make_world(replicas=2, num_ranks=2, num_publishers=2)
     assert started(world)[:4] == ["rollout.0", "receiver.0", "rollout.1", "receiver.1"]
     assert started(world)[4:] == [
-        "buffer.0", "weight_sync.0", "learner.0", "learner.1", "publisher.0",
+        "buffer.0", "weight_sync.0", "learner.0", "learner.1", "publisher.0", "publisher.1",
     ]  # fmt: skip
     assert not world.machine.is_degraded
 
@@ -58,13 +58,14 @@ def test_a_run_begins_with_replicas_first_and_every_service_once() -> None:
         ("buffer.0", ["buffer.0"]),
         ("weight_sync.0", ["weight_sync.0"]),
         ("publisher.0", ["publisher.0"]),
+        ("publisher.1", ["publisher.1"]),
         ("learner.1", ["learner.0", "learner.1"]),
         ("receiver.1", ["receiver.1"]),
         ("rollout.1", ["rollout.1", "receiver.1"]),
     ],
 )
 def test_who_dies_is_started_anew_with_its_unit_and_nobody_else(victim: str, renewed: list[str]) -> None:
-    world = make_world(num_ranks=2)
+    world = make_world(num_ranks=2, num_publishers=2)
     world.taken.clear()
     world.die(victim)
     assert [effect.name for effect in world.taken if isinstance(effect, Kill)] == renewed
@@ -450,7 +451,7 @@ class Fleet(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(FleetRules(num_ranks=2, max_restarts=3, start_deadline_s=30.0))
+        self.world = World(FleetRules(num_ranks=2, num_publishers=2, max_restarts=3, start_deadline_s=30.0))
         self.world.tell(Begin(2, 1))
 
     @rule(data=st.data())
