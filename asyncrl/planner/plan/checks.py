@@ -6,6 +6,7 @@ Reads the model's `config.json` and this machine's memory for the arithmetic in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.buffer.composition import ledger_settings, max_group_bytes
@@ -80,7 +81,8 @@ def count_all(config: Config, replicas: int, receivers: int) -> list[Part]:
         replicas: That are counted.
         receivers: That take shared memory of this machine.
     """
-    shared, size = shared_memory.count(config, receivers), read_size(config)
+    nodes = machine.count_learner_nodes(config)
+    shared, size = shared_memory.count(config, receivers, nodes), read_size(config)
     critic = shared_memory.count_weights(config.critic.path or config.model.path, NOT_IN_A_CRITIC)
     group_bytes = max_group_bytes(config)
     buffer = derived.count_in_flight(config, group_bytes, replicas).groups * group_bytes
@@ -108,6 +110,7 @@ def count_nodes(config: Config) -> list[Part]:
     if machine.count_ranks_here(config) < config.learner.num_ranks:
         critic = shared_memory.count_weights(config.critic.path or config.model.path, NOT_IN_A_CRITIC)
         parts += memory.count_rank_elsewhere(config, num_weights, critic)
+        parts += [replace(part, where=memory.PER_RANK[SHM]) for part in parts if part.where == SHM]
     parts += memory.count_replica_elsewhere(config, num_weights)
     if at_receiver is not None:
         where = memory.PER_REPLICA[SHM]

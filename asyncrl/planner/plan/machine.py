@@ -44,6 +44,11 @@ def count_ranks_here(config: Config) -> int:
     return min(room, learner.num_ranks) or learner.num_ranks
 
 
+def count_learner_nodes(config: Config) -> int:
+    """Return how many machines like this one the learner takes; each has a publisher of a share."""
+    return -(-config.learner.num_ranks // count_ranks_here(config))
+
+
 def count_receivers_here(config: Config) -> int:
     """Return the most replicas that this machine may have without `asyncrl scale`, each with a receiver."""
     rollout = config.rollout

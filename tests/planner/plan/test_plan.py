@@ -187,6 +187,13 @@ def test_on_a_cluster_this_machine_is_counted_with_the_ranks_that_it_holds(
     processes, copy = "learner processes", "copy of the policy for a checkpoint"
     assert sums["host", processes] == 2 * sums[elsewhere, processes] > 0
     assert sums["host", copy] == 2 * sums[elsewhere, copy] == 2 * 12 * 1000 // 5
+    shares = [
+        sums[where, "versions of the weights"]
+        for where in ("/dev/shm", "/dev/shm, for each other learner node")
+    ]
+    assert shares == [3 * 2 * 1000 // 3] * 2, "5 ranks take 3 machines of 2, each with a publisher"
+    assert found.shared_memory is not None and found.shared_memory.num_bytes == shares[0]
+    assert "3 at the publisher, 1/3 of each x" in found.shared_memory.rule
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 1)
     assert machine.count_ranks_here(Config(**good, launcher={"ray": "auto"})) == 5, "it is not this machine"
 

@@ -171,7 +171,7 @@ def _check(config: Config, checks: Sequence[Callable[[Config], Iterator[str]]]) 
         in_flight=derived.count_in_flight(config, max_group_bytes(config), replicas),
         weight_sync=choose_backend(config),
         derived=tuple(derived.derive(config)),
-        shared_memory=shared_memory.count(config, receivers),
+        shared_memory=shared_memory.count(config, receivers, machine.count_learner_nodes(config)),
         not_checked=tuple(find_unchecked(config)),
         notes=tuple(find_notes(config)),
         version=tuple(find_stages(config)),

@@ -18,7 +18,7 @@ from asyncrl.core.variants import backend_facts
 HOST, SHM = "host", "/dev/shm"
 PER_REPLICA = {HOST: "host, for each replica", SHM: "/dev/shm, for each replica"}
 """On a cluster, where replicas are on other nodes: how many of them a node gets is known as they start."""
-PER_RANK = {HOST: "host, for each learner rank elsewhere"}
+PER_RANK = {HOST: "host, for each learner rank elsewhere", SHM: "/dev/shm, for each other learner node"}
 BUFFER, FRONT_ENDS, ENGINE_CORES, VERSIONS = (
     "buffer",
     "replicas' front ends",

@@ -3,9 +3,9 @@
 Owns the rule: weight sync keeps 3 versions at the publisher (the current one, one in transfer, one being
 written), which the receivers of its host map. A replica that loads keeps 2 from being written to (one that
 its engine loads, one that waits), whose segments the publisher replaces if it needs them. On another host the
-same holds for the receiver that gets the versions for all. With `encoding: delta` there is one more at the
-publisher, and at a receiver that versions are sent to, as the base of differences. Never reserves anything:
-the services do, as versions come.
+same holds for the receiver that gets the versions for all. On each node of the learner a publisher keeps an
+equal share of each version. With `encoding: delta` there is one more at the publisher, and at a receiver that
+versions are sent to, as the base of differences. Never reserves anything: the services do, as versions come.
 Invariant: the count is the most that is in use at once, with the receivers that are on this host.
 """
 
@@ -35,7 +35,7 @@ class SharedMemory:
     Attributes:
         num_weights: Of the model.
         version_bytes: Of one version.
-        num_versions: Most versions kept at once.
+        num_versions: Most versions kept at once; one in `num_shares` of the bytes of each.
         rule: Rule of the count.
     """
 
@@ -43,10 +43,11 @@ class SharedMemory:
     version_bytes: int
     num_versions: int
     rule: str
+    num_shares: int = 1
 
     @property
     def num_bytes(self) -> int:
-        return self.version_bytes * self.num_versions
+        return -(-self.version_bytes * self.num_versions // self.num_shares)
 
     def describe(self, free_bytes: int) -> str:
         """Return a sentence for the user, a warning if `free_bytes` are not enough."""
@@ -59,19 +60,20 @@ class SharedMemory:
         )
 
 
-def count(config: Config, receivers: int) -> SharedMemory | None:
+def count(config: Config, receivers: int, publishers: int = 1) -> SharedMemory | None:
     """Return what a run needs of one host, None if its model's size cannot be told.
 
     Args:
-        receivers: That are on the publisher's host.
+        receivers: That are on the publisher's host; none where there are several `publishers`.
     """
     section = config.weight_sync
     at_publisher = NUM_AT_PUBLISHER + section.uses_delta
     loads = min(receivers, max_loads(section.parallelism, section.max_unavailable, receivers))
     rule = f"{at_publisher} at the publisher"
+    rule += f", 1/{publishers} of each" if publishers > 1 else ""
     if loads:
         rule = f"({rule} + {NUM_AT_RECEIVER} for each of {loads} replicas that load at once)"
-    return _count_versions(config, at_publisher + NUM_AT_RECEIVER * loads, rule)
+    return _count_versions(config, at_publisher + NUM_AT_RECEIVER * loads, rule, publishers)
 
 
 def count_at_receiver(config: Config) -> SharedMemory | None:
@@ -87,13 +89,15 @@ def count_at_receiver(config: Config) -> SharedMemory | None:
     return _count_versions(config, num_versions, f"{num_versions} at its receiver ({shared})")
 
 
-def _count_versions(config: Config, num_versions: int, rule: str) -> SharedMemory | None:
+def _count_versions(config: Config, num_versions: int, rule: str, num_shares: int = 1) -> SharedMemory | None:
     """Return what `num_versions` take, which were counted by `rule`."""
     num_weights = count_weights(config.model.path)
     if num_weights is None:
         return None
     version_bytes = num_weights * ITEM_BYTES[config.model.dtype]
-    return SharedMemory(num_weights, version_bytes, num_versions, f"{rule} x {version_bytes / GB:.3g} GB")
+    return SharedMemory(
+        num_weights, version_bytes, num_versions, f"{rule} x {version_bytes / GB:.3g} GB", num_shares
+    )
 
 
 def free_bytes() -> int:

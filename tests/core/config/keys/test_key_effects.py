@@ -22,10 +22,10 @@ from asyncrl.buffer.composition import ledger_settings
 from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.cli.run.start import folder_of
 from asyncrl.control.fleet.autoscaler import autoscaler_of
+from asyncrl.control.fleet.rules import make_rules
 from asyncrl.control.ray.bootstrap import namespace_of
 from asyncrl.control.ray.head import _make_keys
 from asyncrl.control.ray.inventory import needed_paths
-from asyncrl.control.reconciler.reconciler import rules_of
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sinks.opening import check_sinks, open_sinks
 from asyncrl.control.roster import Roster
@@ -147,7 +147,7 @@ def services(config: Config, folder: Path) -> Any:
 
 
 def fleet(config: Config, folder: Path) -> Any:
-    rules = rules_of(Roster(config, folder, "id", folder, ""))
+    rules = make_rules(config, config.learner.num_ranks)
     return rules, autoscaler_of(config) and vars(autoscaler_of(config)), machine.count_replicas(config)
 
 
