@@ -29,13 +29,15 @@ BUCKET_BYTES = 1000
 
 
 class Model:
-    """A model whose weights are those of version `number`; every rank sees each tensor."""
+    """A model whose weights are those of version `number`; all ranks take part in each tensor's gather."""
 
-    def __init__(self, number: int) -> None:
-        self.tensors = model(number)
+    def __init__(self, number: int, collectives: ThreadMeeting) -> None:
+        self.tensors, self._collectives = model(number), collectives
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.tensors)
+        for number, found in enumerate(self.tensors):
+            assert self._collectives.largest([number]) == [number]
+            yield found
 
     def named_parts(self) -> tuple[()]:
         return ()
@@ -100,9 +102,9 @@ Publish = Callable[[StripedPublish, ThreadMeeting], object]
 
 
 def run_striped(
-    cluster: Cluster, publish: Publish, writers: dict[int, int], num_ranks: int = 4
+    cluster: Cluster, publish: Publish, writers: dict[int, int], bucket_bytes: int = BUCKET_BYTES
 ) -> list[object]:
-    """Have ranks publish; `writers` names the rank of each stripe."""
+    """Have four ranks publish; `writers` names the rank of each stripe."""
 
     def enter(collectives: ThreadMeeting) -> object:
         clients: list[PublisherClient] = []
@@ -111,26 +113,26 @@ def run_striped(
             address = cluster.children[f"publisher.{stripe.index}"].address
             clients.append(
                 PublisherClient(
-                    ThreadRuntime(), address, cluster.shm_prefix, BUCKET_BYTES, token, stripe=stripe
+                    ThreadRuntime(), address, cluster.shm_prefix, bucket_bytes, token, stripe=stripe
                 )
             )
             return clients[-1]
 
         own = [Stripe(index, 3) for index, rank in writers.items() if rank == collectives.rank]
         try:
-            return publish(StripedPublish(connect, own, collectives, BUCKET_BYTES), collectives)
+            return publish(StripedPublish(connect, own, collectives, bucket_bytes), collectives)
         except AsyncrlError as error:
             return error
         finally:
             for client in clients:
                 client.close()
 
-    return run_ranks(num_ranks, enter)
+    return run_ranks(4, enter)
 
 
-def publish_once(striped: StripedPublish, number: int, weights: int = 0) -> bool:
-    """Return whether version `number` was published, with the weights of that number or another."""
-    exporter = Model(weights or number)
+def publish_once(striped: StripedPublish, number: int, collectives: ThreadMeeting) -> bool:
+    """Return whether version `number` was published."""
+    exporter = Model(number, collectives)
     return striped.has_room(1, None, exporter) and striped.publish(PolicyVersion(number, number), exporter)
 
 
@@ -165,7 +167,7 @@ def test_each_publisher_has_its_stripe_of_the_weights_and_the_manifest_of_all(
     publishers: Cluster, writers: dict[int, int]
 ) -> None:
     def publish(striped: StripedPublish, collectives: ThreadMeeting) -> object:
-        return [publish_once(striped, number) for number in (1, 2)]
+        return [publish_once(striped, number, collectives) for number in (1, 2)]
 
     assert run_striped(publishers, publish, writers) == [[True, True]] * 4
     assert [number for number, _ in stripes_of(publishers)] == [2, 2, 2]
@@ -176,18 +178,18 @@ def test_a_publish_waits_for_a_publisher_that_is_away_and_its_successor_has_its_
     publishers: Cluster,
 ) -> None:
     def publish(striped: StripedPublish, collectives: ThreadMeeting) -> object:
-        found = [publish_once(striped, 1)]
+        found = [publish_once(striped, 1, collectives)]
         if collectives.rank == 0:
             publishers.children["publisher.1"].kill()
         collectives.largest([0])
-        found += [publish_once(striped, 2), striped.has_lost()]
+        found += [publish_once(striped, 2, collectives), striped.has_lost()]
         collectives.largest([0])
         if collectives.rank == 0:
             assert [number for number, _ in stripes_of(publishers)] == [1, 1, 1]
             publishers.start("publisher.1")
             assert publishers.children["publisher.1"].status().version == (1, 1)
         collectives.largest([0])
-        return [*found, striped.has_lost(), publish_once(striped, 3)]
+        return [*found, striped.has_lost(), publish_once(striped, 3, collectives)]
 
     assert run_striped(publishers, publish, {0: 0, 1: 1, 2: 2}) == [[True, False, False, False, True]] * 4
     assert [number for number, _ in stripes_of(publishers)] == [3, 3, 3]
@@ -197,14 +199,14 @@ def test_a_version_that_one_publisher_has_not_taken_counts_nowhere_and_the_next_
     publishers: Cluster,
 ) -> None:
     def publish(striped: StripedPublish, collectives: ThreadMeeting) -> object:
-        found = [publish_once(striped, 1), striped.has_room(1, None, Model(2))]
+        found = [publish_once(striped, 1, collectives), striped.has_room(1, None, Model(2, collectives))]
         if collectives.rank == 0:
             publishers.children["publisher.2"].kill()
             publishers.start("publisher.2")  # which has nothing reserved
         collectives.largest([0])
-        found.append(striped.publish(PolicyVersion(2, 2), Model(2)))
+        found.append(striped.publish(PolicyVersion(2, 2), Model(2, collectives)))
         found.append(all(client.published == PolicyVersion(1, 1) for client in striped._clients))
-        return [*found, striped.has_lost(), publish_once(striped, 3)]
+        return [*found, striped.has_lost(), publish_once(striped, 3, collectives)]
 
     assert (
         run_striped(publishers, publish, {0: 0, 1: 1, 2: 2}) == [[True, True, False, True, False, True]] * 4
@@ -214,28 +216,38 @@ def test_a_version_that_one_publisher_has_not_taken_counts_nowhere_and_the_next_
 
 def test_a_publisher_that_has_lost_its_stripe_is_found_out_by_every_rank(publishers: Cluster) -> None:
     def publish(striped: StripedPublish, collectives: ThreadMeeting) -> object:
-        found = [publish_once(striped, 1), striped.has_lost()]
+        found = [publish_once(striped, 1, collectives), striped.has_lost()]
         if collectives.rank == 0:
             publishers.children["publisher.2"].kill()
             segments.unlink_all(f"{publishers.shm_prefix}publisher.2-")  # as the fleet does
             publishers.start("publisher.2")
         collectives.largest([0])
-        return [*found, striped.has_lost(), publish_once(striped, 2, weights=2), striped.has_lost()]
+        return [*found, striped.has_lost(), publish_once(striped, 2, collectives), striped.has_lost()]
 
     assert run_striped(publishers, publish, {0: 0, 1: 1, 2: 2}) == [[True, False, True, True, False]] * 4
 
 
 def test_other_tensors_than_before_are_an_error_on_every_rank(publishers: Cluster) -> None:
     def publish(striped: StripedPublish, collectives: ThreadMeeting) -> object:
-        assert publish_once(striped, 1)
-        other = Model(2)
-        other.tensors = other.tensors[:-1] if collectives.rank == 3 else other.tensors
+        assert publish_once(striped, 1, collectives)
+        other = Model(2, collectives)
+        if collectives.rank == 3:
+            other.tensors[1] = ("norm", torch.zeros(34, dtype=torch.bfloat16))
         assert striped.has_room(1, None, other)
         return striped.publish(PolicyVersion(2, 2), other)
 
     found = run_striped(publishers, publish, {0: 0, 1: 1, 2: 2})
     assert all(isinstance(one, SyncError) for one in found), found
     assert [number for number, _ in stripes_of(publishers)] == [1, 1, 1]
+
+
+def test_publishers_without_a_bucket_take_part_all_the_same(publishers: Cluster) -> None:
+    def publish(striped: StripedPublish, collectives: ThreadMeeting) -> object:
+        return [publish_once(striped, number, collectives) for number in (1, 2)]
+
+    found = run_striped(publishers, publish, {0: 0, 1: 1, 2: 2}, bucket_bytes=1 << 20)
+    assert found == [[True, True]] * 4
+    assert [publishers.children[f"publisher.{at}"].status().version for at in range(3)] == [(2, 2)] * 3
 
 
 class OneRank:

@@ -188,7 +188,7 @@ def test_on_a_cluster_this_machine_is_counted_with_the_ranks_that_it_holds(
     assert sums["host", processes] == 2 * sums[elsewhere, processes] > 0
     assert sums["host", copy] == 2 * sums[elsewhere, copy] == 2 * 12 * 1000 // 5
     shares = [
-        sums[where, "versions of the weights"]
+        sums[where, "versions on their way"]
         for where in ("/dev/shm", "/dev/shm, for each other learner node")
     ]
     assert shares == [3 * 2 * 1000 // 3] * 2, "5 ranks take 3 machines of 2, each with a publisher"

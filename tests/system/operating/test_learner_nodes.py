@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrl.core.runtime.faults import VARIABLE
 from tests.system.parts.up_run import UpRun, asyncrl_command, leftovers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
@@ -45,13 +46,15 @@ def cluster() -> Iterator[Any]:
 class SecondNode:
     """The Ray node that holds the learner's second rank."""
 
-    def __init__(self, address: str, hidden: Path) -> None:
+    def __init__(self, address: str, hidden: Path, fault: str) -> None:
         start = ("start", f"--address={address}", f"--node-ip-address={SECOND}", "--num-cpus=1", "--block")
         command = [sys.executable, "-m", "ray.scripts.scripts", *start]
         command += [f"--object-store-memory={MEMORY_BYTES}"]
         if CAN_MOUNT:
             command = ["unshare", "-m", "sh", "-c", OWN_MOUNTS, "sh", str(hidden), *command]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        environment = os.environ | ({VARIABLE: fault} if fault else {})
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, env=environment, **quiet)  # type: ignore[call-overload]
 
     def kill_raylet(self) -> None:
         """End its raylet at once, as a machine that loses power does."""
@@ -72,13 +75,13 @@ class SecondNode:
 
 
 @pytest.fixture
-def second_node(cluster: Any, runs_dir: Path) -> Iterator[Callable[[str], SecondNode]]:
-    """Return a function that starts the node for a run of that name."""
+def second_node(cluster: Any, runs_dir: Path) -> Iterator[Callable[..., SecondNode]]:
+    """Return a function that starts the node for a run of that name; a fault is for the services on it."""
     started: list[SecondNode] = []
 
-    def start(name: str) -> SecondNode:
+    def start(name: str, fault: str = "") -> SecondNode:
         (runs_dir / name).mkdir(exist_ok=True)
-        started.append(SecondNode(cluster.address, runs_dir / name))
+        started.append(SecondNode(cluster.address, runs_dir / name, fault))
         end = time.monotonic() + 120.0
         while len([one for one in ray_nodes(cluster.address) if one["Alive"]]) < 3:
             assert time.monotonic() < end, "the second node has not joined"
@@ -144,9 +147,9 @@ def test_a_learner_over_two_nodes_outlives_the_death_of_one_in_mid_step(
     assert places["learner.1"] == SECOND and places["rollout.0"] == places["receiver.0"] == "127.0.0.3"
     home = {name for name in places if places[name] not in (SECOND, "127.0.0.3")}
     assert {"buffer.0", "weight_sync.0", "publisher.0", "learner.0"} <= home
+    assert places["publisher.1"] == SECOND
     log = (run.folder / "logs" / "learner.0.log").read_text()
     if CAN_MOUNT:
-        assert "shards are gathered to rank 0" in log
         assert "learner ranks [1] do not see rank 0's" in log
 
     node.kill_raylet()
@@ -165,6 +168,10 @@ def test_a_learner_over_two_nodes_outlives_the_death_of_one_in_mid_step(
     assert "resumed at step" in (run.folder / "logs" / "learner.0.log").read_text()
     later = run.wait_for(lambda found: not obstacles_of(found), deadline_s=60.0)
     assert later["ledger"]["residue"] == 0
+    end_and_verify(run)
+
+
+def end_and_verify(run: UpRun) -> None:
     run.interrupt()
     code, output = run.finish()
     assert code == 130, output
@@ -173,3 +180,35 @@ def test_a_learner_over_two_nodes_outlives_the_death_of_one_in_mid_step(
     verdict = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert verdict.returncode == 0, verdict.stdout + verdict.stderr
     assert leftovers(run.folder) == []
+
+
+def test_a_publisher_that_dies_while_it_sends_its_stripe_is_started_again_alone(
+    cluster: Any, second_node: Callable[..., SecondNode], up: Callable[..., UpRun]
+) -> None:
+    """On the learner's second node, at the first bucket of its stripe of version 4."""
+    second_node("stripes", "publisher.bucket@4.0")
+    run = up(
+        "stripes",
+        f"launcher.ray={cluster.address}",
+        "learner.dp=2",
+        "learner.steps=5000",
+        "rollout.replicas=1",
+        "rollout.cpus=1",
+        "eval.every_steps=0",
+        "weight_sync.bucket_bytes=65536",
+        "weight_sync.probe_every=1",
+    )
+    run.wait_for(lambda found: found["step"] >= 5, deadline_s=STEP_S)
+    again = run.wait_for(lambda found: found["services"]["publisher.1"].get("restarts"), deadline_s=120.0)
+    status = run.wait_for(lambda found: found["step"] > again["step"] + 5, deadline_s=STEP_S)
+    places = addresses_of(cluster, status)
+    assert (places["publisher.1"], places["learner.1"]) == (SECOND, SECOND)
+    assert places["publisher.0"] == places["learner.0"] != SECOND
+    died = [text for text in events_of(run) if text.startswith("publisher.")]
+    assert all("publisher.1" in text for text in died if "start" not in text), died
+    restarts = {name: found.get("restarts", 0) for name, found in status["services"].items()}
+    assert {name for name, count in restarts.items() if count} <= {"publisher.0", "publisher.1"}, restarts
+    served = int(status["services"]["rollout.0"]["version"])
+    run.wait_for(lambda found: int(found["services"]["rollout.0"]["version"]) > served + 2, deadline_s=STEP_S)
+    assert status["ledger"]["residue"] == 0
+    end_and_verify(run)
