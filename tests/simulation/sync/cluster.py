@@ -1,23 +1,27 @@
 """The processes of weight sync: production services on simulated runtimes, a played learner and engines.
 
 learner.0 (played, with `PublisherClient`) -> publisher.0 -> receiver.n -> rollout.n (`Replica`)
-weight_sync.0 tells publisher and receivers what to do
+weight_sync.0 tells publisher and receivers what to do; with stripes there is a publisher of each, and the
+learner is the one rank of a `StripedPublish`
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from asyncrl.buffer.messages import EvaluationOrder, LeaseReply
 from asyncrl.core.errors import SyncError
 from asyncrl.core.service import Service
 from asyncrl.core.service_command import Drain
 from asyncrl.core.staleness import PolicyVersion
+from learner.striped import Connect, StripedPublish
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.replica.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica.service import Replica
@@ -27,15 +31,17 @@ from tests.simulation.kernel.world import Process, World
 from tests.simulation.parts.carriage import Carriage
 from tests.simulation.parts.crew import Crew, Main
 from tests.simulation.parts.engine import PlayedEngine
-from tests.simulation.sync.content import BUCKET_BYTES, Truth
+from tests.simulation.sync.content import BUCKET_BYTES, Truth, zeros
 from tests.simulation.sync.judge import Judge
 from tests.simulation.sync.scenario import Scenario
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import read_fences, take_token
 from weight_sync.link import ReceiverLink
 from weight_sync.memory.manifest import Manifest
+from weight_sync.memory.parts import Part
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.staging_area import Copy, StagingArea
+from weight_sync.protocol.lanes.stripes import Stripe
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
 from weight_sync.publisher import Endpoint, PublisherService
@@ -50,6 +56,7 @@ HOSTS = {
     "receiver": "host.*",
     "rollout": "host.*",
 }
+Tensors = list[tuple[str, torch.Tensor]]
 EOS = 10
 LOST_LOOK_S, STATUS_S = 1.0, 1.0
 
@@ -89,13 +96,15 @@ class SyncCluster:
         self.engines: dict[str, PlayedEngine] = {}
         self.services: dict[str, Any] = {}
         self._owners: dict[str, Process] = {}
+        further = tuple(f"publisher.{index}" for index in range(1, scenario.stripes))
+        self.singles = (*self.singles, *further)
         self.crew = Crew(world, wires, self.mains(), HOSTS, address_of)
 
     def mains(self) -> dict[str, Callable[[str], Main]]:
         """Return, by kind of service, what a process of a name does."""
         return {
             "weight_sync": lambda name: self._coordinate,
-            "publisher": lambda name: self._publish,
+            "publisher": lambda name: partial(self._publish, name),
             "learner": lambda name: self._learn,
             "receiver": lambda name: partial(self._receive, name),
             "rollout": lambda name: partial(self._roll_out, name),
@@ -169,19 +178,23 @@ class SyncCluster:
         self.judge.watch_coordinator(runtime.process, coordination)
         self.serve("weight_sync.0", runtime, service)
 
-    def _publish(self, runtime: SimRuntime) -> None:
-        uses_delta = self.scenario.uses_delta
+    def _publish(self, name: str, runtime: SimRuntime) -> None:
+        uses_delta, stripe = self.scenario.uses_delta, self._stripe(int(name.rpartition(".")[2]))
+        prefix = f"{self.prefix}{stripe.publisher}-"
         service = PublisherService(
             address_of("weight_sync.0"),
             f"{runtime.pid}-{runtime.wall_ns()}",
-            SegmentPool(f"{self.prefix}publisher-", str(runtime.pid), 3 + uses_delta, uses_delta),
+            SegmentPool(prefix, str(runtime.pid), 3 + uses_delta, uses_delta, stripe),
             Endpoint("127.0.0.1", runtime.pid),
             self.carriage.transports(runtime),
             runtime,
-            address_of("publisher.0"),
-            node=self.scenario.node_of("publisher.0"),
+            address_of(name),
+            node=self.scenario.node_of(name),
         )
-        self.serve("publisher.0", runtime, service)
+        self.serve(name, runtime, service)
+
+    def _stripe(self, index: int) -> Stripe:
+        return Stripe(index, self.scenario.stripes)
 
     def _receive(self, name: str, runtime: SimRuntime) -> None:
         keeps_base = self.scenario.uses_delta
@@ -231,28 +244,101 @@ class SyncCluster:
     def _learn(self, runtime: SimRuntime) -> None:
         """Publish versions until there are enough, then see to it that the last one is not lost."""
         token = self.truth.open()
-        publisher_client = PublisherClient(
-            runtime, address_of("publisher.0"), self.prefix, BUCKET_BYTES, token
-        )
+
+        def connect(token: int, stripe: Stripe) -> PublisherClient:
+            where = (runtime, address_of(f"publisher.{stripe.index}"), self.prefix)
+            return PublisherClient(*where, BUCKET_BYTES, token, stripe=stripe)
+
+        publisher_client = connect(token, self._stripe(0))
         self.judge.hear_open(runtime.process, token)
+        way = _OneWay(publisher_client)
+        if self.scenario.stripes > 1:
+            way = _StripedWay(publisher_client, connect, token)
         is_due = True  # what was restored is published under a new number
         while True:
             is_last = self.judge.num_published >= self.scenario.versions
             runtime.sleep(LOST_LOOK_S if is_last else self.scenario.every_s)
-            is_due = (not is_last) or is_due or publisher_client.has_lost()
-            while is_due and not self._publish_one(runtime, publisher_client, token):
+            is_due = (not is_last) or is_due or way.has_lost()
+            while is_due and not self._publish_one(runtime, way, token):
                 publisher_client.await_room()
             is_due = False
 
-    def _publish_one(self, runtime: SimRuntime, publisher_client: PublisherClient, token: int) -> bool:
-        if not publisher_client.has_room():
+    def _publish_one(self, runtime: SimRuntime, way: _OneWay, token: int) -> bool:
+        if not way.has_room():
             return False
         number, tensors = self.truth.draw(token)
         self.judge.begin_publish(runtime.process, token, number)
-        if not publisher_client.publish(PolicyVersion(number, number), tensors):
+        if not way.publish(PolicyVersion(number, number), tensors):
             return False
         self.judge.hear_publish(runtime.process, token, number)
         return True
+
+
+class _OneWay:
+    """The learner's way to its publisher."""
+
+    def __init__(self, client: PublisherClient) -> None:
+        self.client = client
+
+    def has_room(self) -> bool:
+        return self.client.has_room()
+
+    def publish(self, version: PolicyVersion, tensors: Tensors) -> bool:
+        return self.client.publish(version, tensors)
+
+    def has_lost(self) -> bool:
+        return self.client.has_lost()
+
+
+class _StripedWay(_OneWay):
+    """The way to a publisher of each stripe, of a learner of one rank that writes all of them."""
+
+    def __init__(self, client: PublisherClient, connect: Connect, token: int) -> None:
+        super().__init__(client)
+        stripes = [Stripe(index, client.stripe.count) for index in range(client.stripe.count)]
+        self._striped, self._token = StripedPublish(connect, stripes, _Alone(), BUCKET_BYTES), token
+
+    def has_room(self) -> bool:
+        return self._striped.has_room(self._token, self.client, _Weights(zeros()))
+
+    def publish(self, version: PolicyVersion, tensors: Tensors) -> bool:
+        return self._striped.publish(version, _Weights(tensors))
+
+    def has_lost(self) -> bool:
+        return self._striped.has_lost()
+
+
+class _Weights:
+    """Weights that are exported whole."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each tensor."""
+        return iter(self._tensors)
+
+    def named_parts(self) -> tuple[Part, ...]:
+        """Nothing is written in parts."""
+        return ()
+
+
+class _Alone:
+    """Collectives of one rank."""
+
+    rank, world_size = 0, 1
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """Return the values."""
+        return list(values)
+
+    add = largest
+
+    def share_bytes(self, data: bytes | None) -> bytes:
+        """Return the bytes."""
+        return data or b""
+
+    merge_bytes = share_bytes
 
 
 class _Blind(StagingArea):

@@ -91,6 +91,11 @@ class Truth:
         return ", ".join(names)
 
 
+def zeros() -> list[tuple[str, torch.Tensor]]:
+    """Return tensors of the names, shapes and dtypes of all versions."""
+    return [(name, torch.zeros(shape, dtype=DTYPES[name])) for name, shape in SHAPES.items()]
+
+
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Return a tensor's bytes."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

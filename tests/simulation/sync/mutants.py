@@ -20,7 +20,7 @@ from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Round
 from weight_sync.publisher import PublisherService
 from weight_sync.publisher_client import PublisherClient
-from weight_sync.receiving.assembly import Assemblies
+from weight_sync.receiving.assembly import Assemblies, Assembly
 from weight_sync.receiving.inbound_rounds import InboundRounds
 from weight_sync.receiving.replica_session import ReplicaSession
 
@@ -117,6 +117,12 @@ MUTANTS = (
             Patch(Assemblies, "abandon", Assemblies.leave),
             Patch(Assemblies, "end_abandoned", always(None)),
         ),
+    ),
+    Mutant(
+        "stripes",
+        "a version counts as verified once all its stripes are",
+        "striped",
+        (Patch(Assembly, "is_complete", property(always(True))),),
     ),
     Mutant(
         "client_line",

@@ -50,6 +50,12 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "refusing": ("refuse", "refuse", "slow", "slow", "cut:rollout.*"),
     "hostile": ("intrude", "intrude", "swell", "slow"),
     "broken_lines": ("cut", "slow"),
+    "striped": (
+        *("ambush:publisher.0", "ambush:publisher.1", "ambush:publisher.1", "kill:publisher.1"),
+        *("kill:publisher.0", "stop:publisher.1", "twin:publisher.1", "cut:publisher.1", "garble"),
+        *("ambush:receiver.*", "kill:receiver.*", "stop:receiver.*", "join", "ambush:learner.0"),
+        *("kill:learner.0", "ambush:weight_sync.0", "kill:weight_sync.0"),
+    ),
     "shared": (
         *(
             "ambush:receiver.*",
@@ -72,6 +78,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
 ROOMS = ("apart", "apart", "pairs", "one")
 """Ways to place receivers: each on a node of its own, two on each, or all on the publisher's."""
 BLIND_SHARE = 0.15
+STRIPED = "striped"
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,7 @@ class Scenario:
         preempts: Share of the calls of a runtime at which another thread may run.
         rooms: Which processes see the same shared memory, see `ROOMS`.
         blind: Receivers that cannot map what they seem to see.
+        stripes: Of a version; there are as many publishers.
     """
 
     seed: int
@@ -97,6 +105,7 @@ class Scenario:
     strikes: tuple[Strike, ...]
     rooms: str = "apart"
     blind: tuple[str, ...] = ()
+    stripes: int = 1
 
     def node_of(self, name: str) -> str:
         """Return the mark of the node of a service."""
@@ -117,6 +126,7 @@ class Scenario:
             f"one in {self.every_s:.2f} s, {self.bytes_per_s:.0f} bytes per s, "
             f"deadline {self.deadline_s:.1f} s, parallelism {self.parallelism}, preempts {self.preempts}"
             f"{', delta' if self.uses_delta else ''}, rooms {self.rooms}, blind {self.blind}"
+            f"{f', {self.stripes} stripes' if self.stripes > 1 else ''}"
         )
         return [shape, *map(str, self.strikes)]
 
@@ -140,4 +150,5 @@ def draw_scenario(seed: int, faults: str) -> Scenario:
         strikes=draw_strikes(dice, KINDS, aims, num, replicas + is_shared),
         rooms=more.choice(ROOMS[2:] if is_shared else ROOMS),
         blind=tuple(f"receiver.{index}" for index in range(replicas) if more.random() < BLIND_SHARE),
+        stripes=more.choice((2, 2, 3)) if faults == STRIPED else 1,
     )
