@@ -11,6 +11,7 @@ from asyncrl.control.ray.placement import Node, Placement
 from asyncrl.control.roster import Roster
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.sockets.keys import make_run_keys
 from tests.control.ray.test_cluster_launcher import MemoryLauncher
 
 HOME, B, C = (Node(name, f"10.0.0.{at}", cpus=2) for at, name in enumerate(("home", "b", "c"), start=1))
@@ -48,7 +49,7 @@ def test_a_publisher_waits_for_a_place_of_the_ranks_and_the_first_one_does_not()
 
 
 def test_a_rank_knows_the_publishers_that_it_writes_for_and_no_other_than_the_first() -> None:
-    roster = Roster(SIX, Path("runs/a"), "id", Path("sockets"), "", num_publishers=3)
+    roster = Roster(SIX, Path("runs/a"), "id", Path("sockets"), "", num_publishers=3, keys=make_run_keys())
     inner = MemoryLauncher()
     specs = []
     inner.start = specs.append  # type: ignore[method-assign]
@@ -64,6 +65,7 @@ def test_a_rank_knows_the_publishers_that_it_writes_for_and_no_other_than_the_fi
     stripes = {one.name: (one.context.rank, one.context.world_size) for one in specs}
     assert [stripes[name] for name in PUBLISHERS] == [(0, 3), (1, 3), (2, 3)]
     assert stripes["learner.4"] == (4, 6)
+    assert all(one.context.server_keys for one in specs if one.name in PUBLISHERS)
 
 
 def test_a_publisher_whose_node_has_no_rank_any_more_is_dead_once_the_ranks_have_places() -> None:

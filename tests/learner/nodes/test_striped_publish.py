@@ -18,6 +18,7 @@ from learner.striped import StripedPublish, own_stripes
 from tests.weight_sync.cluster import Cluster, model, running_cluster
 from tests.weight_sync.memory.test_manifest import specs_lists
 from tests.weight_sync.memory.test_sharded_publish import ThreadMeeting, run_ranks
+from weight_sync import publisher_client
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Layout, TensorSpec, plan
 from weight_sync.memory.publisher_state import PublisherStateFile
@@ -195,22 +196,31 @@ def test_a_publish_waits_for_a_publisher_that_is_away_and_its_successor_has_its_
     assert [number for number, _ in stripes_of(publishers)] == [3, 3, 3]
 
 
+@pytest.mark.parametrize("how", ["before the copy", "at its commit"])
 def test_a_version_that_one_publisher_has_not_taken_counts_nowhere_and_the_next_one_replaces_it(
-    publishers: Cluster,
+    publishers: Cluster, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(publisher_client, "CALL_DEADLINE_S", 1.0)
+
     def publish(striped: StripedPublish, collectives: ThreadMeeting) -> object:
-        found = [publish_once(striped, 1, collectives), striped.has_room(1, None, Model(2, collectives))]
-        if collectives.rank == 0:
+        exporter = Model(2, collectives)
+        found = [publish_once(striped, 1, collectives), striped.has_room(1, None, exporter)]
+        if collectives.rank == 0 and how == "before the copy":
             publishers.children["publisher.2"].kill()
             publishers.start("publisher.2")  # which has nothing reserved
+        elif collectives.rank == 0:
+            publishers.children["publisher.2"].arm("publisher.commit@2")
         collectives.largest([0])
-        found.append(striped.publish(PolicyVersion(2, 2), Model(2, collectives)))
+        found.append(striped.publish(PolicyVersion(2, 2), exporter))
         found.append(all(client.published == PolicyVersion(1, 1) for client in striped._clients))
+        if collectives.rank == 0 and how == "at its commit":
+            assert [number for number, _ in stripes_of(publishers)] == [2, 2, 1]
+            publishers.start("publisher.2")
+        collectives.largest([0])
         return [*found, striped.has_lost(), publish_once(striped, 3, collectives)]
 
-    assert (
-        run_striped(publishers, publish, {0: 0, 1: 1, 2: 2}) == [[True, True, False, True, False, True]] * 4
-    )
+    found = run_striped(publishers, publish, {0: 0, 1: 1, 2: 2})
+    assert found == [[True, True, False, True, False, True]] * 4
     assert [number for number, _ in stripes_of(publishers)] == [3, 3, 3]
 
 
