@@ -40,8 +40,7 @@ class Transfers:
         round_.membership = found or state.next_id()
         if found is None and not is_by_folder:
             self._groups.add(key, round_.membership, stripe.count)
-        live = tuple(self._groups.live(other.membership for other in self._active.values()))
-        round_.transfer = _transfer_of(state, publisher, round_, live, now)
+        round_.transfer = _transfer_of(state, publisher, round_, self._find_live(), now)
         state.order(stripe.publisher, round_.transfer)
         if not is_by_folder:
             self.start_receiving(round_, now)
@@ -51,13 +50,17 @@ class Transfers:
         assert round_.transfer is not None, "the publisher was told first"
         if round_.has(Part.ACCEPTED):
             round_.phase_began = now
-        transfer = msgspec.structs.replace(round_.transfer, deadline_s=max(0.0, round_.until - now))
+        deadline_s, live = max(0.0, round_.until - now), self._find_live()  # a folder's round begins later
+        transfer = msgspec.structs.replace(round_.transfer, deadline_s=deadline_s, live=live)
         sizes = [_count_ranks(self._state, round_, name) for name in round_.receivers]
         ranks = itertools.accumulate(sizes, initial=transfer.sources or 1)
         for rank, name in zip(ranks, round_.receivers, strict=False):
             if round_.parts[name] is Part.ACCEPTED:
                 round_.set_part(name, Part.RECEIVING)
                 self._state.order(name, msgspec.structs.replace(transfer, rank=rank))
+
+    def _find_live(self) -> tuple[int, ...]:
+        return tuple(self._groups.live(other.membership for other in self._active.values()))
 
 
 def _count_ranks(state: CoordinationState, round_: Round, name: str) -> int:
