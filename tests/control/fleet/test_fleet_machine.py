@@ -539,7 +539,8 @@ class Fleet(RuleBasedStateMachine):
         assert not machine.is_degraded and not machine.leavers
         assert (len(machine.replicas), len(machine.standbys)) == (machine.wanted, machine.wanted_standby)
         core = Counter(name for name in machine.names if name.split(".")[0] not in ("rollout", "receiver"))
-        assert core == Counter(["buffer.0", "weight_sync.0", "learner.0", "learner.1", "publisher.0"])
+        pairs = [f"{kind}.{index}" for kind in ("learner", "publisher") for index in (0, 1)]
+        assert core == Counter(["buffer.0", "weight_sync.0", *pairs])
 
 
 Fleet.TestCase.settings = settings(max_examples=8, stateful_step_count=12, deadline=None)
