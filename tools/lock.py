@@ -17,7 +17,7 @@ from pip_settings import read_pip_settings, uv_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
-HEADER = "# Made by `make lock` from pyproject.toml (extras {extras}); installed with --no-deps.\n"
+HEADER = "# Made by `make lock` from pyproject.toml ({extras}); installed with --no-deps.\n"
 DEADLINE_S = 600.0
 PLATFORM = "x86_64-manylinux_2_34"
 """glibc 2.34 and newer (2021): for an older one, some packages have no wheel of their newest version."""
@@ -28,6 +28,7 @@ def main(options: list[str]) -> None:
     environment = of_one_index(uv_environment(read_pip_settings(BIN / "python"), os.environ))
     for name in ("cpu", "gpu"):
         compile_list(name, options, environment)
+    compile_sglang(options, environment)
     compile_uv(options, environment)
 
 
@@ -44,7 +45,15 @@ def compile_list(name: str, options: list[str], environment: dict[str, str]) -> 
     if overrides.exists():
         given += ["--override", str(overrides)]
     run_compile([*given, "--output-file", str(target), *options], environment)
-    target.write_text(HEADER.format(extras=f"train, {name}, dev") + target.read_text())
+    target.write_text(HEADER.format(extras=f"extras train, {name}, dev") + target.read_text())
+
+
+def compile_sglang(options: list[str], environment: dict[str, str]) -> None:
+    """Renew `requirements/sglang.txt`, of an environment of its own: its pins clash with vLLM's."""
+    target = ROOT / "requirements" / "sglang.txt"
+    given = ["--group", "pyproject.toml:sglang", "--override", "requirements/overrides-sglang.txt"]
+    run_compile([*given, "--output-file", str(target), *options], environment)
+    target.write_text(HEADER.format(extras="the group sglang") + target.read_text())
 
 
 def compile_uv(options: list[str], environment: dict[str, str]) -> None:

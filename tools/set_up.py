@@ -1,8 +1,10 @@
-"""Setup of `.venv` from a pinned list: `python3.11 tools/set_up.py [cpu|gpu]` (standard library only).
+"""Setup of an environment from a pinned list: `python3.11 tools/set_up.py [cpu|gpu|sglang]`.
 
-Every package comes from where the machine's pip is configured to look, and is one of the files whose hashes
-are in the list, wherever it lies. Repeating it is cheap and changes nothing. The stamp `.venv/.set-up-<list>`
-is written last, so that a broken try is repeated.
+Standard library only. The lists `cpu` and `gpu` make `.venv`; `sglang`, whose pins clash with theirs, makes
+`.venv-sglang` beside it, for the SGLang engine's own processes. Every package comes from where the machine's
+pip is configured to look, and is one of the files whose hashes are in the list, wherever it lies. Repeating
+it is cheap and changes nothing. The stamp `.set-up-<list>` in the environment is written last, so that a
+broken try is repeated.
 """
 
 from __future__ import annotations
@@ -22,9 +24,8 @@ from pathlib import Path
 from pip_settings import read_pip_settings, uv_environment
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-PYTHON = VENV / "bin" / "python"
-LISTS = ("cpu", "gpu")
+LISTS = {"cpu": ROOT / ".venv", "gpu": ROOT / ".venv", "sglang": ROOT / ".venv-sglang"}
+"""Environment of each list; those of one environment exclude each other."""
 DEADLINE_S = 1800.0
 TORCH_IS_MISSING = (
     "torch's CPU build (torch==...+cpu) was not found where pip is configured to look: add PyTorch's CPU "
@@ -62,25 +63,26 @@ def check_machine(system: str, machine: str, python: tuple[int, int]) -> None:
 
 
 def set_up(name: str) -> None:
-    """Bring `.venv` to the pinned list `name`."""
-    start = time.monotonic()
-    make_venv()
-    run([str(PYTHON), "-m", "pip", "install", "--quiet", *of_list("uv")], dict(os.environ))
-    environment = uv_environment(read_pip_settings(PYTHON), os.environ)
-    uv = uv_install(VENV)
+    """Bring its environment to the pinned list `name`."""
+    start, folder = time.monotonic(), LISTS[name]
+    make_venv(folder)
+    python = folder / "bin" / "python"
+    run([str(python), "-m", "pip", "install", "--quiet", *of_list("uv")], dict(os.environ))
+    environment = uv_environment(read_pip_settings(python), os.environ)
+    uv = uv_install(folder, folder)
     install_list([*uv, *of_list(name)], environment)
-    with compiling():
+    with compiling(folder):
         run([*uv, "--no-build-isolation", "--editable", "."], environment)
     check_installed(name)
     for other in LISTS:
-        (VENV / f".set-up-{other}").unlink(missing_ok=True)
-    (VENV / f".set-up-{name}").write_text("")
-    print(f"set-up: .venv is ready ({time.monotonic() - start:.0f} s)", file=sys.stderr)
+        (folder / f".set-up-{other}").unlink(missing_ok=True)
+    (folder / f".set-up-{name}").write_text("")
+    print(f"set-up: {folder.name} is ready ({time.monotonic() - start:.0f} s)", file=sys.stderr)
 
 
-def uv_install(folder: Path) -> list[str]:
-    """Return the command that installs into the environment in `folder`."""
-    return [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(folder / "bin/python"), "--no-deps"]
+def uv_install(home: Path, folder: Path) -> list[str]:
+    """Return the command of the uv in the environment `home` that installs into the one in `folder`."""
+    return [str(home / "bin" / "uv"), "pip", "install", "--python", str(folder / "bin/python"), "--no-deps"]
 
 
 def of_list(name: str) -> list[str]:
@@ -88,13 +90,14 @@ def of_list(name: str) -> list[str]:
     return ["--require-hashes", "--requirement", f"requirements/{name}.txt"]
 
 
-def make_venv() -> None:
-    """Make `.venv` with pip in it, unless it is there."""
-    command = [str(PYTHON), "-c", "import pip, sys; sys.exit(sys.version_info[:2] != (3, 11))"]
-    if PYTHON.exists() and subprocess.run(command, capture_output=True, check=False).returncode == 0:
+def make_venv(folder: Path) -> None:
+    """Make the environment in `folder` with pip in it, unless it is there."""
+    python = folder / "bin" / "python"
+    command = [str(python), "-c", "import pip, sys; sys.exit(sys.version_info[:2] != (3, 11))"]
+    if python.exists() and subprocess.run(command, capture_output=True, check=False).returncode == 0:
         return
-    print("set-up: making .venv", file=sys.stderr)
-    venv.create(VENV, with_pip=True, symlinks=True)
+    print(f"set-up: making {folder.name}", file=sys.stderr)
+    venv.create(folder, with_pip=True, symlinks=True)
 
 
 def install_list(command: list[str], environment: dict[str, str]) -> None:
@@ -118,9 +121,10 @@ def is_torch_missing(output: str) -> bool:
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[None]:
+def compiling(folder: Path) -> Iterator[None]:
     """Byte-compile what asyncrl imports, while something else is done."""
-    command = [str(PYTHON), "tools/bytecode.py", str(VENV / "lib" / "python3.11" / "site-packages")]
+    python, packages = folder / "bin" / "python", folder / "lib" / "python3.11" / "site-packages"
+    command = [str(python), "tools/bytecode.py", str(packages)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         yield
@@ -187,11 +191,12 @@ def ending(process: subprocess.Popen[str]) -> Iterator[threading.Event]:
 
 def check_installed(name: str) -> None:
     """Raise SetUpFailed if CUDA packages stand in a CPU environment: they would shadow its torch."""
-    found = sorted(path.name for path in VENV.glob("lib/python3.11/site-packages/nvidia_*.dist-info"))
-    if name == "cpu" and found:
+    folder = LISTS[name]
+    found = sorted(path.name for path in folder.glob("lib/python3.11/site-packages/nvidia_*.dist-info"))
+    if name != "gpu" and found:
         raise SetUpFailed(
-            f".venv holds CUDA packages ({', '.join(found[:3])}): "
-            "remove the folder .venv and run 'make setup' again"
+            f"{folder.name} holds CUDA packages ({', '.join(found[:3])}): "
+            f"remove the folder {folder.name} and run 'make setup' again"
         )
 
 

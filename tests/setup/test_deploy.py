@@ -306,11 +306,13 @@ def test_the_packages_of_an_image_are_found_in_the_versions_of_its_list(path, tm
     """The commands of `make setup`, without installing; they ask the index that pip is configured with."""
     venv.create(tmp_path)
     name = path.suffix[1:]
-    pip = [str(set_up.PYTHON), "-m", "pip", "install", "--dry-run", *set_up.of_list("uv")]
+    python = set_up.LISTS["cpu"] / "bin" / "python"
+    pip = [str(python), "-m", "pip", "install", "--dry-run", *set_up.of_list("uv")]
     set_up.run(pip, dict(os.environ))
-    environment = uv_environment(read_pip_settings(set_up.PYTHON), os.environ)
+    environment = uv_environment(read_pip_settings(python), os.environ)
     capfd.readouterr()
-    set_up.install_list([*set_up.uv_install(tmp_path), "--dry-run", *set_up.of_list(name)], environment)
+    uv = set_up.uv_install(set_up.LISTS["cpu"], tmp_path)
+    set_up.install_list([*uv, "--dry-run", *set_up.of_list(name)], environment)
     pinned = re.findall(r"^\S+==", Path(f"requirements/{name}.txt").read_text(), re.MULTILINE)
     assert f"Would install {len(pinned)} packages" in capfd.readouterr().err and len(pinned) > 100
 

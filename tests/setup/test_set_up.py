@@ -104,21 +104,32 @@ def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(script,
 
 
 def test_bytecode_that_takes_too_long_is_a_warning(tmp_path, monkeypatch, capsys):
-    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 600\n")
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(set_up, "PYTHON", tmp_path / "python")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "bin" / "python").chmod(0o755)
     monkeypatch.setattr(set_up, "DEADLINE_S", 0.5)
-    with set_up.compiling():
+    with set_up.compiling(tmp_path):
         pass
     assert "not all packages could be byte-compiled" in capsys.readouterr().err
 
 
 def test_cuda_packages_in_a_cpu_environment_are_refused(tmp_path, monkeypatch):
     (tmp_path / "lib/python3.11/site-packages/nvidia_nccl_cu13-2.29.dist-info").mkdir(parents=True)
-    monkeypatch.setattr(set_up, "VENV", tmp_path)
-    with pytest.raises(set_up.SetUpFailed, match="CUDA packages"):
-        set_up.check_installed("cpu")
+    monkeypatch.setattr(set_up, "LISTS", dict.fromkeys(set_up.LISTS, tmp_path))
+    for name in ("cpu", "sglang"):
+        with pytest.raises(set_up.SetUpFailed, match="CUDA packages"):
+            set_up.check_installed(name)
     set_up.check_installed("gpu")
+
+
+@pytest.mark.parametrize("name", set_up.LISTS)
+def test_make_makes_the_environment_that_the_list_is_for(name):
+    """SGLang's pins clash with vLLM's: in one environment the later list would break the other engine."""
+    command = ["make", "--dry-run", "--always-make", "--print-data-base", "setup", f"LIST={name}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    folder = ".venv-sglang" if name == "sglang" else ".venv"
+    assert set_up.LISTS[name].name == folder
+    assert f"\nsetup: {folder}/.set-up-{name}\n" in done.stdout
 
 
 def test_make_without_python_says_what_is_missing(tmp_path):
