@@ -1,10 +1,8 @@
-"""The probe: does the model that was just loaded say what the learner's model says? Runs in vLLM's workers.
+"""Log-probs of a probe's rows by the model that was just loaded. Runs in vLLM's workers.
 
-The learner ships its log-probs of some rows of tokens with each version. Here the loaded model computes
-its own, in passes outside of the scheduler: generation is paused, and no request and no block of the
+They are computed in passes outside of the scheduler: generation is paused, and no request and no block of the
 KV cache may be touched. So attention over a row is plain PyTorch; everything that is loaded
-from weights is vLLM's own, shards and packed matrices included. The first probe that agrees is kept: those
-after it are judged by what has changed since (`weight_sync.memory.agreement`).
+from weights is vLLM's own, shards and packed matrices included.
 
 Shapes: T tokens of a pass, R rows of L tokens each, H query heads and K key-value heads of this worker,
 D head size, V entries of the vocabulary.
@@ -23,70 +21,13 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from asyncrl.core.errors import SyncError
+from rollout_service.engine.probe_check import Row
 from rollout_service.engine.vllm.objects import AttentionLayer, ScoringModel
-from weight_sync.memory.agreement import TOLERANCES, find_disagreement, is_check_due
-from weight_sync.memory.manifest import Probe
 
-Row = tuple[int, ...]
 COVERED = (Attention, ChunkedLocalAttention)
 """Kinds of attention that do the same as plain attention with a row of a probe, shorter than any window."""
 
 
-class ProbeCheck:
-    """Compares the probes of one engine's versions with the learner's, and with the first of them."""
-
-    def __init__(self) -> None:
-        self._first: dict[Row, list[float]] = {}
-        self._num_passed = 0
-        self._passed_step: int | None = None
-
-    def check(self, model: ScoringModel, config: VllmConfig, probe: Probe, step: int) -> None:
-        """Return if the `model`, loaded with the weights of `step`, agrees with `probe` or no check is due.
-
-        Collective over the workers that share the model, as all of them load the same versions.
-
-        Raises:
-            SyncError: It does not, or its attention is of a kind that cannot be probed.
-        """
-        if not is_check_due(step, probe.every, self._num_passed, self._passed_step):
-            return
-        self._passed_step = None
-        differences = _measure(model, config, probe)
-        if differences is not None:  # else the logits are gathered on another worker, which judges
-            self._judge(differences, config, probe)
-        self._num_passed, self._passed_step = self._num_passed + 1, step
-
-    def _judge(self, differences: dict[Row, list[float]], config: VllmConfig, probe: Probe) -> None:
-        unknown: list[float | None] = [None] * (probe.row_tokens - 1)
-        first = [value for row in differences for value in self._first.get(row, unknown)]
-        now = [value for row in differences.values() for value in row]
-        dtype = str(config.model_config.dtype).removeprefix("torch.")
-        if why := find_disagreement(TOLERANCES[dtype], now, first if self._first else None):
-            raise SyncError(
-                f"the probe does not match, engine and learner hold different weights: {why}",
-                hint="They compute different models (compare dtypes and configurations), or the engine keeps "
-                "an old copy of a tensor. weight_sync.probe_every: 0 turns the check off",
-            )
-        self._first = self._first or differences
-
-
-def _measure(model: ScoringModel, config: VllmConfig, probe: Probe) -> dict[Row, list[float]] | None:
-    """Return engine's minus learner's log-probs by row; None where no logits arrive."""
-    rows, wanted = zip(*probe.rows(), strict=True)
-    at_once = max(1, config.scheduler_config.max_num_batched_tokens // probe.row_tokens)
-    found: list[list[float]] = []
-    for start in range(0, len(rows), at_once):
-        part = measure_logprobs(model, config, rows[start : start + at_once], probe.temperature)
-        if part is None:
-            return None
-        found += part.tolist()
-    return {
-        row: [ours - theirs for ours, theirs in zip(mine, learners, strict=True)]
-        for row, mine, learners in zip(rows, found, wanted, strict=True)
-    }
-
-
-@torch.inference_mode()
 def measure_logprobs(
     model: ScoringModel, config: VllmConfig, rows: Sequence[Row], temperature: float
 ) -> torch.Tensor | None:
@@ -95,6 +36,20 @@ def measure_logprobs(
     All rows are of one length. Collective over the workers that share the model. Raises SyncError for a model
     with other attention.
     """
+    at_once = max(1, config.scheduler_config.max_num_batched_tokens // len(rows[0]))
+    found = []
+    for start in range(0, len(rows), at_once):
+        part = _measure_at_once(model, config, rows[start : start + at_once], temperature)
+        if part is None:
+            return None
+        found.append(part)
+    return torch.cat(found)
+
+
+@torch.inference_mode()
+def _measure_at_once(
+    model: ScoringModel, config: VllmConfig, rows: Sequence[Row], temperature: float
+) -> torch.Tensor | None:
     device = next(model.parameters()).device
     tokens_RL = torch.tensor(rows, device=device)
     positions_RL = torch.arange(tokens_RL.shape[1], device=device).expand_as(tokens_RL)

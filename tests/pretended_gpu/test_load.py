@@ -12,8 +12,9 @@ from torch.nn import Parameter
 
 from asyncrl.core.staleness import PolicyVersion
 from learner.checkpoint import pretrained
+from rollout_service.engine.checkpoint import read_tensors
 from rollout_service.engine.vllm import weight_transfer
-from rollout_service.engine.vllm.weight_transfer import StagedWeightTransferEngine, read_tensors
+from rollout_service.engine.vllm.weight_transfer import StagedWeightTransferEngine
 from tests.pretended_gpu.device.tensors import GPU, to_gpu
 from tests.rollout.engine.engine_parts import stage
 from tests.rollout.engine.test_reload import CONFIG, Matrix, Model

@@ -16,16 +16,14 @@ load starts clean. The weights may be neither old nor new then; the caller keeps
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
-from functools import cache, cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -33,10 +31,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from asyncrl.core.errors import EngineError, SyncError
+from asyncrl.core.errors import SyncError
 from asyncrl.core.runtime.faults import is_wanted
 from asyncrl.core.sockets.keys import ClientKeys
-from rollout_service.engine.probe import ProbeCheck
+from rollout_service.engine.checkpoint import read_tensors
+from rollout_service.engine.probe import measure_logprobs
+from rollout_service.engine.probe_check import ProbeCheck
 from rollout_service.engine.vllm.plugin import OTHER_WORKER
 from rollout_service.engine.vllm.reload import find_refused, find_shared, reload
 from rollout_service.engine.vllm.worker_seat import WorkerSeat
@@ -49,29 +49,6 @@ from weight_sync.memory.staging import Staged, open_tensors
 log = logging.getLogger(__name__)
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
-TORCH_DTYPES = {
-    "BOOL": "bool",
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-}
-"""Torch's name of a dtype by that of safetensors."""
-
-
-@dataclass(frozen=True)
-class CheckpointTensor:
-    """Shape and dtype of one tensor in a checkpoint; `dtype` is torch's name."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass
@@ -167,8 +144,9 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             self._load(manifest.version.number, tensors)
         if manifest.probe is not None:
             with self._together("match the probe"):
-                step = manifest.version.step
-                self._probe_check.check(self.model, self.vllm_config, manifest.probe, step)
+                measure = partial(measure_logprobs, self.model, self.vllm_config)
+                dtype, step = self.model_config.dtype, manifest.version.step
+                self._probe_check.check(measure, dtype, manifest.probe, step)
 
     def shutdown(self) -> None:
         """Give up the seat: no other resource outlives an update."""
@@ -247,36 +225,3 @@ def _with_faults(number: int, tensors: Tensors) -> Iterator[tuple[str, torch.Ten
         if is_wanted("engine.load", number, index, rank):
             raise SyncError(f"the load of version {number} was told to fail at tensor {index}")
         yield tensor
-
-
-def read_tensors(folder: Path) -> dict[str, CheckpointTensor]:
-    """Return shape and dtype of every tensor of the safetensors checkpoint in `folder`, by name.
-
-    A file is opened again only if it was written since: generation is paused while a load is checked.
-
-    Raises:
-        EngineError: There is no such checkpoint.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        files = sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise EngineError(f"{folder} has no safetensors files", hint="Save the model with save_pretrained")
-    found: dict[str, CheckpointTensor] = {}
-    for file in files:
-        found.update(_read_file(file, file.stat().st_mtime_ns))
-    return found
-
-
-@cache
-def _read_file(file: Path, written_ns: int) -> Mapping[str, CheckpointTensor]:
-    """Return the tensors of `file` as it was when it was written last, at `written_ns`."""
-    found: dict[str, CheckpointTensor] = {}
-    with safe_open(file, framework="pt") as checkpoint:
-        for name in list(checkpoint.keys()):
-            piece = checkpoint.get_slice(name)
-            dtype = str(piece.get_dtype())
-            found[name] = CheckpointTensor(tuple(piece.get_shape()), TORCH_DTYPES.get(dtype, dtype))
-    return found

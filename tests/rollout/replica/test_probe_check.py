@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +10,10 @@ import torch
 
 from asyncrl.core.errors import SyncError
 from rollout_service.engine import probe as engine_probe
+from rollout_service.engine.probe_check import ProbeCheck, Row
 from weight_sync.memory.agreement import FIRST_CHECKS
 from weight_sync.memory.manifest import Probe
 
-CONFIG: Any = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
 PROBE = Probe((5, 6), (-0.5,), 2, every=10)
 GOOD, BAD = 1e-6, 1.0
 
@@ -21,36 +21,28 @@ GOOD, BAD = 1e-6, 1.0
 class Engine:
     """Its loads, and the steps at which they were compared."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._check = engine_probe.ProbeCheck()
+    def __init__(self) -> None:
+        self._check = ProbeCheck()
         self.measured: list[int] = []
-        self._now = (0, GOOD)
-        monkeypatch.setattr(engine_probe, "_measure", self._measure)
-
-    def _measure(self, *_: object) -> dict[tuple[int, ...], list[float]]:
-        step, difference = self._now
-        self.measured.append(step)
-        return {(5, 6): [difference]}
 
     def load(self, step: int, difference: float = GOOD) -> None:
-        self._now = (step, difference)
-        model: Any = None
-        self._check.check(model, CONFIG, PROBE, step)
+        def measure(rows: Sequence[Row], _temperature: float) -> torch.Tensor:
+            assert list(rows) == [PROBE.tokens]
+            self.measured.append(step)
+            return torch.tensor([PROBE.logprobs]) + difference
+
+        self._check.check(measure, torch.float32, PROBE, step)
 
 
-def test_an_engine_compares_its_first_loads_and_then_one_in_every_so_many_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = Engine(monkeypatch)
+def test_an_engine_compares_its_first_loads_and_then_one_in_every_so_many_steps() -> None:
+    engine = Engine()
     for step in range(40):
         engine.load(step)
     assert engine.measured == [*range(FIRST_CHECKS), 10, 20, 30]
 
 
-def test_the_load_after_one_that_disagreed_is_compared_whatever_its_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = Engine(monkeypatch)
+def test_the_load_after_one_that_disagreed_is_compared_whatever_its_step() -> None:
+    engine = Engine()
     for step in range(FIRST_CHECKS):
         engine.load(step)
     with pytest.raises(SyncError, match="engine and learner hold different weights"):
