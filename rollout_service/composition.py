@@ -59,7 +59,7 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
     named = config.rollout.environment
     episodes = None if named is None else load_environment(named)
     if max(config.rollout.temperature, config.eval.temperature) > MAX_TEMPERATURE:
-        raise ConfigError(f"vLLM samples at temperatures up to {MAX_TEMPERATURE:g}", hint="Lower it")
+        raise ConfigError(f"engines sample at temperatures up to {MAX_TEMPERATURE:g}", hint="Lower it")
     sources = (*config.data.train, *(config.data.eval or ()))
     for path in (config.model.path, *(source.path for source in sources)):
         if not Path(path).exists():

@@ -117,6 +117,8 @@ class EngineFacts:
         owned_args: Names that `rollout.engine_args` may not hold, and where to set each or why not; None
             where the engine takes no arguments. owned_args_on_cpu: More of them where it runs on the CPU.
         shares_prefixes: Whether equal prompts can share their KV cache.
+        logprob_tolerance: Difference of log-probs from one batch to another; 0 where they are bit-equal.
+        environment: List of its own environment `.venv-<list>`. core_bytes: Memory of its processes on a CPU.
     """
 
     title: str
@@ -128,6 +130,9 @@ class EngineFacts:
     owned_args: Mapping[str, str] | None = None
     owned_args_on_cpu: Mapping[str, str] = field(default_factory=dict)
     shares_prefixes: bool = False
+    logprob_tolerance: float = 0.0
+    environment: str = ""
+    core_bytes: int = 930 * 10**6
 
     def find_deterministic_mode(self) -> str:
         """Return the setting under which no answer depends on other requests here; empty without it."""

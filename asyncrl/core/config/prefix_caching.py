@@ -10,7 +10,7 @@ def choose_prefix_caching(config: Config) -> tuple[bool, str]:
     """Return what `rollout.prefix_caching` comes to, and the reason: `auto` is off where bits matter."""
     asked, engine = config.rollout.prefix_caching, engine_facts(config.rollout.engine)
     if not engine.shares_prefixes:
-        return False, f"rollout.engine {config.rollout.engine} has no KV cache"
+        return False, f"{engine.title} shares no prefixes"
     if asked != "auto":
         return asked, "rollout.prefix_caching says so"
     mode = engine.find_deterministic_mode()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config
 from asyncrl.core.staleness import max_open_tickets
+from asyncrl.core.variants import engine_facts
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,9 @@ def derive(config: Config) -> list[Derived]:
         found.append(Derived("rollout replicas", _range(config), "rollout.replicas, rollout.standby"))
     is_shared, why = choose_prefix_caching(config)
     found.append(Derived("prefix caching", "on" if is_shared else "off", why))
+    if (engine := engine_facts(config.rollout.engine)).logprob_tolerance:
+        why = f"{engine.title} adds in another order in another batch: runs are not equal to the bit"
+        found.append(Derived("log-probs", f"within {engine.logprob_tolerance:g}", why))
     curve = "encrypted, with keys" if config.launcher.has_curve else "plain"
     found.append(Derived("connections", curve, "launcher.curve, launcher.host"))
     return found

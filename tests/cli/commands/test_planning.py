@@ -323,6 +323,7 @@ def test_a_broken_set_of_packages_is_recognised_and_the_commands_that_mend_it_ar
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: dict[str, str | None], what: str, told: str
 ) -> None:
     real, planted = packages.installed_version, {**GOOD, **others}
+    monkeypatch.setattr(packages, "environment_version", lambda name: None)
     assert [one.verdict for one in packages.check_packages(tmp_path)] == ["ok"] * 3, "this one is whole"
     monkeypatch.setattr(
         packages, "installed_version", lambda name: planted[name] if name in planted else real(name)
@@ -344,8 +345,34 @@ def test_gpus_with_packages_for_cpu_are_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(packages, "installed_version", {"torch": "2.13.0"}.get)
     assert [one.verdict for one in packages.check_torch(8)] == ["ok"]
     monkeypatch.setattr(packages, "installed_version", lambda name: None)
+    monkeypatch.setattr(packages, "environment_version", lambda name: None)
     assert [one.verdict for one in packages.check_torch(0)] == ["fail"]
     assert [one.verdict for one in packages.check_packages()] == ["fail"]
+
+
+def test_an_engine_with_an_environment_of_its_own_is_told_and_makes_up_for_a_missing_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "sglang.txt").write_text("sglang==0.5.23\n")
+    monkeypatch.setattr(packages, "find_checkout", lambda: tmp_path)
+    monkeypatch.setattr(packages, "installed_version", lambda name: None)
+
+    def verdicts() -> list[tuple[str, str]]:
+        examined = [*packages.check_packages(), *packages.check_environments()]
+        return [(one.verdict, one.found + one.advice) for one in examined]
+
+    (missing, _), (there, told) = verdicts()
+    assert (missing, there) == ("fail", "ok") and "make setup LIST=sglang" in told
+    site = tmp_path / ".venv-sglang" / "lib" / "python3.11" / "site-packages"
+    for version, verdict in (("0.5.23", "ok"), ("0.5.24", "warn")):
+        info = site / f"sglang-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+        (missing, _), (there, told) = verdicts()
+        assert (missing, there) == ("warn", verdict) and f"{version} in .venv-sglang" in told
+        (info / "METADATA").unlink()
+        info.rmdir()
 
 
 def test_advice_about_python_and_ray_is_that_of_the_place_that_this_python_is_of(

@@ -138,10 +138,10 @@ def test_a_section_whose_keys_are_all_commented_out_has_its_defaults(write):
             )
         ],
         (
-            "rollout: {engine: sglang}\n",
+            "learner: {backend: deepspeed}\n",
             (
-                "a.yaml:4:19: rollout.engine is 'sglang', but must be one of 'scripted' or 'vllm'. "
-                "There is no adapter for SGLang yet: swaps with requests in flight"
+                "a.yaml:4:20: learner.backend is 'deepspeed', but must be one of 'fsdp2' or 'megatron'. "
+                "There is no adapter for DeepSpeed: megatron cuts large models"
             ),
         ),
         (

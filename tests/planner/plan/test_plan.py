@@ -56,7 +56,12 @@ def test_a_good_configuration_has_a_plan(good: dict[str, Any]) -> None:
         ({"run": {"record": True}}, "off", "run.record: last digits"),
         ({"rollout": {"prefix_caching": False}}, "off", "rollout.prefix_caching says so"),
         ({"rollout": {"prefix_caching": True}, "staleness": {"max_lag": 0}}, "on", "says so"),
-        ({"rollout": {"engine": "scripted", "prefix_caching": True}}, "off", "scripted has no KV cache"),
+        (
+            {"rollout": {"engine": "scripted", "prefix_caching": True}},
+            "off",
+            "the scripted engine shares no prefixes",
+        ),
+        ({"rollout": {"engine": "sglang", "prefix_caching": True}}, "off", "SGLang shares no prefixes"),
     ],
 )
 def test_prompts_share_their_cache_unless_answers_are_to_be_equal_to_the_bit(
@@ -68,6 +73,12 @@ def test_prompts_share_their_cache_unless_answers_are_to_be_equal_to_the_bit(
 def test_the_deterministic_mode_of_vllm_shares_no_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert_prefix_caching(GOOD, "off", "VLLM_BATCH_INVARIANT: last digits")
+
+
+def test_an_engine_whose_log_probs_are_not_equal_to_the_bit_says_so() -> None:
+    for engine, wanted in (("vllm", []), ("sglang", ["within 1e-05"])):
+        found = derived.derive(Config(**GOOD, rollout={"engine": engine}))
+        assert [one.value for one in found if one.name == "log-probs"] == wanted
 
 
 GOOD: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}

@@ -62,6 +62,7 @@ ALLOWED = {
     "asyncrl/control/record/sinks/tensorboard.py": OUTSIDE,
     "learner/record/processes.py": LEARNING,
     "learner/record/recorder.py": LEARNING,
+    "rollout_service/engine/sglang/child/__main__.py": ENGINE,
     "rollout_service/engine/vllm/plugin.py": ENGINE,
     "rollout_service/evaluation/standalone.py": "an entry point",
     "rollout_service/gateway/sessions.py": ENGINE,

@@ -28,10 +28,6 @@ BREAKS_LOGPROBS = (
     "or bans for one that the policy favours or avoids"
 )
 NO_ADAPTER = {
-    ("rollout.engine", "sglang"): (
-        "There is no adapter for SGLang yet: swaps with requests in flight, and log-probs and a version for "
-        "each token, are proven with vllm alone"
-    ),
     ("learner.backend", "deepspeed"): (
         "There is no adapter for DeepSpeed: megatron cuts large models, fsdp2 runs any Hugging Face model"
     ),

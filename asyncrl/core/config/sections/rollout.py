@@ -133,7 +133,7 @@ class RolloutSection(Section):
     cpus: Annotated[float, Field(ge=0)] = 0.25
     """[cores] CPU cores that Ray reserves for each replica."""
     engine: EngineName = "vllm"
-    """Inference engine: vLLM, or a script for tests and simulations."""
+    """Inference engine: vLLM, SGLang, or a script for tests and simulations."""
     group_size: Count = 8
     """[trajectories] Trajectories sampled for each prompt."""
     max_tokens: Count = 1024
@@ -152,7 +152,7 @@ class RolloutSection(Section):
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     """[bytes] Size of an engine's KV cache on CPU; on GPUs vLLM takes the free memory."""
     engine_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Arguments of the engine's own, by its names. For example: {gpu_memory_utilization: 0.5}"""
+    """Arguments of the engine's own; SGLang's `python` too. For example: {gpu_memory_utilization: 0.5}"""
     response_tokens: str | None = None
     """Forced distribution of answer lengths, for benchmarks. For example: "lognormal:1.0:200", null"""
     stop: tuple[Text, ...] = ()

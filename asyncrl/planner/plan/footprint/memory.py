@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from asyncrl.core.config.conflicts import WITH_VALUES
 from asyncrl.core.config.gpus import memory_share
 from asyncrl.core.config.tree import Config
-from asyncrl.core.variants import backend_facts
+from asyncrl.core.variants import backend_facts, engine_facts
 
 HOST, SHM = "host", "/dev/shm"
 PER_REPLICA = {HOST: "host, for each replica", SHM: "/dev/shm, for each replica"}
@@ -36,8 +36,8 @@ GRADIENT_BYTES, MOMENT_BYTES, MAIN_BYTES = 4, 8, 4
 SNAPSHOT_BYTES = 12
 """Per weight of a trained model: the host's copy for a checkpoint, of which each rank has its share."""
 GB = 10**9
-LEARNER_BYTES, FRONT_END_BYTES, CORE_BYTES, RAY_BYTES = 440 * 10**6, 630 * 10**6, 930 * 10**6, 400 * 10**6
-"""Resident memory of a learner rank, a replica, its engine core (on CPU) and Ray, with a model of nothing."""
+LEARNER_BYTES, FRONT_END_BYTES, RAY_BYTES = 440 * 10**6, 630 * 10**6, 400 * 10**6
+"""Resident memory of a learner rank, a replica and Ray, with a model of nothing."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,7 @@ def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> It
             rule = f"weight {item} bytes{cut}; vLLM's KV cache takes what is left"
             yield Part(ROLLOUT_GPU, "engine", num_weights * item // num_gpus, rule)
         return
-    core = CORE_BYTES + rollout.kv_cache_bytes + (num_weights or 0) * item
-    rule = f"({CORE_BYTES / GB:.2g} GB + rollout.kv_cache_bytes + weight {item} bytes){each}"
+    core_bytes = engine_facts(rollout.engine).core_bytes
+    core = core_bytes + rollout.kv_cache_bytes + (num_weights or 0) * item
+    rule = f"({core_bytes / GB:.2g} GB + rollout.kv_cache_bytes + weight {item} bytes){each}"
     yield Part(HOST, ENGINE_CORES, core * replicas, rule)

@@ -157,7 +157,7 @@ def test_a_shipped_configuration_names_the_schema_and_obeys_it(schema, name):
         ({"learner": {"lr": 0}}, False),
         ({"algorithm": {"clip": [0.1, "x"]}}, False),
         ({"algorithm": {"kl": {"coef": -1}}}, False),
-        ({"rollout": {"engine": "sglang"}}, False),
+        ({"rollout": {"engine": "tgi"}}, False),
         ({"metrics": {"sinks": ["wanb"]}}, False),
         ({"metrics": {"sinks": [{"wanb": {}}]}}, False),
         ({"guard": {"limits": {"actor/entropy": 3}}}, False),

@@ -1,0 +1,1 @@
+"""The child process, in SGLang's environment: imports neither vLLM nor Ray."""

@@ -1,0 +1,35 @@
+"""asyncrl's plugin of SGLang, which SGLang calls in each of its processes: staged loads, and seeds on a CPU.
+
+Invariant: an SGLang that no adapter of asyncrl has started is left as it is.
+"""
+
+from __future__ import annotations
+
+import os
+
+from rollout_service.engine.sglang.messages import LOAD_REQUEST
+
+ON_CPU = "SGLANG_USE_CPU_ENGINE"
+UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+
+
+def register() -> None:
+    """Have SGLang's load from disk load a staged version; on a CPU make its deterministic mode run."""
+    if LOAD_REQUEST not in os.environ:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from rollout_service.engine.sglang.child.loading import load_staged
+
+    HookRegistry.register(f"{UPDATE}.update_weights_from_disk", load_staged, HookType.AROUND)
+    if os.environ.get(ON_CPU) == "1":
+        _allow_seeds_on_cpu()
+
+
+def _allow_seeds_on_cpu() -> None:
+    """Without deterministic mode SGLang ignores a request's seed; with it, it asks for Triton's operators."""
+    import sglang.srt.batch_invariant_ops as operators
+    from sglang.srt.server_args import add_deterministic_attention_backend_choices
+
+    add_deterministic_attention_backend_choices(["torch_native"])
+    operators.enable_batch_invariant_mode = lambda *_args, **_options: None

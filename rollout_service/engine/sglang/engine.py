@@ -1,0 +1,282 @@
+"""The SGLang adapter: an `Engine` over a child process that runs SGLang in an environment of its own.
+
+Requests stay in SGLang while a swap pauses it; SGLang labels each token with the version that sampled it. A
+swap that fails leaves generation paused and `is_loaded` False until one works. With
+`kv_cache: recompute` running requests are retracted and prefilled anew; prefixes are not shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncrl.core.errors import EngineError
+from asyncrl.core.staleness import UNLOADED, PolicyVersion, Span
+from rollout_service.engine.protocol import Completion, EngineDied, Interrupted, Sampling
+from rollout_service.engine.sglang.messages import (
+    Abort,
+    Generate,
+    Generated,
+    Load,
+    Pause,
+    Resume,
+    Start,
+    Started,
+)
+from rollout_service.engine.sglang.process import ChildProcess, interpreter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from weight_sync.memory.staging import Staged
+
+START_DEADLINE_S = 900.0
+CONTROL_DEADLINE_S = 60.0
+LOAD_BYTES_PER_S = 0.5e9
+INTERRUPT_PAUSE_S = 0.02
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SPARE_TOKENS = 8
+"""SGLang keeps a few positions of its context for itself; responses are cut at `max_model_tokens` here."""
+
+
+@dataclass(frozen=True)
+class SglangSettings:
+    """Settings of the adapter, as `VllmSettings` has them.
+
+    Attributes:
+        has_stops: Whether requests may have stop strings: SGLang decodes every response then.
+        engine_args: Further arguments of `ServerArgs`, and `python`, the interpreter of SGLang's environment.
+    """
+
+    model: str
+    dtype: str
+    max_model_tokens: int
+    max_sequences: int
+    kv_cache_bytes: int
+    has_stops: bool = False
+    recomputes_kv_cache: bool = True
+    num_gpus: int = 0
+    memory_share: float | None = None
+    seed: int = 0
+    engine_args: Mapping[str, object] = field(default_factory=dict)
+
+
+class SglangEngine:
+    """An `Engine` whose model runs in SGLang. See `protocol.Engine`."""
+
+    def __init__(self, settings: SglangSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._child = ChildProcess(interpreter(settings.engine_args), settings.num_gpus > 0)
+        self._pids: list[int] = []
+        self._serving = PolicyVersion(UNLOADED, 0)
+        self._is_loaded = False
+        self._swap_lock = asyncio.Lock()
+        self._running: set[int] = set()
+
+    @property
+    def serving(self) -> PolicyVersion:
+        return self._serving
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._is_loaded
+
+    async def start(self) -> None:
+        """Start SGLang, whose weights are version 0, and warm it up.
+
+        Raises:
+            EngineError: There is no environment for it, or it cannot load the model.
+        """
+        await self._child.start()
+        start = Start(self._child.new_number(), engine_arguments(self._settings))
+        try:
+            started = await self._child.ask(start, f"the start with {self._settings.model}", START_DEADLINE_S)
+        except BaseException:
+            await self._child.end()
+            raise
+        assert isinstance(started, Started)
+        self._pids = [self._child.pid, *started.pids]
+        self._is_loaded = True
+        await self.generate([0], Sampling(1.0, 2, 0), "warm-up")
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        """Sample one response; cancelling the call aborts the request in the engine."""
+        room = self._settings.max_model_tokens - len(prompt_ids)
+        if not len(prompt_ids) or room < 1:
+            raise EngineError(
+                f"request {request_id} has a prompt of {len(prompt_ids)} tokens, with room for {room}"
+            )
+        ask = Generate(
+            number=(number := self._child.new_number()),
+            prompt_ids=np.asarray(prompt_ids, np.int32).tobytes(),
+            temperature=sampling.temperature,
+            max_tokens=min(sampling.max_tokens, room),
+            seed=sampling.seed,
+            ignores_eos=sampling.ignores_eos,
+            stop_ids=[self._tokenizer.eos_token_id],
+            stop=list(sampling.stop),
+        )
+        self._running.add(number)
+        try:
+            answer = await self._child.ask(ask, f"request {request_id}")
+        except asyncio.CancelledError:
+            self._child.tell(Abort(self._child.new_number(), [number]))
+            raise
+        finally:
+            self._running.discard(number)
+        assert isinstance(answer, Generated)
+        completion = _completion(answer, request_id)
+        return self._cut(completion, sampling.stop) if sampling.stop else completion
+
+    def _cut(self, completion: Completion, stop: Sequence[str]) -> Completion:
+        """End the response with the token that completes a stop string; SGLang misses one across specials."""
+
+        def is_complete(end: int) -> bool:
+            text = self._tokenizer.decode(completion.token_ids[:end].tolist(), skip_special_tokens=True)
+            return any(string in text for string in stop)
+
+        num_tokens = len(completion.token_ids)
+        end = bisect.bisect_left(range(1, num_tokens + 1), True, key=is_complete) + 1
+        if end >= num_tokens:
+            return completion
+        spans = tuple(replace(span, end=min(span.end, end)) for span in completion.spans if span.start < end)
+        return Completion(completion.token_ids[:end], completion.logprobs[:end], spans, "stop")
+
+    async def interrupt(self) -> None:
+        """End the requests in flight: SGLang answers an aborted one with its tokens, log-probs and versions.
+
+        Raises:
+            EngineError: They did not end in time.
+        """
+        ended = set(self._running)
+        try:
+            async with asyncio.timeout(CONTROL_DEADLINE_S):
+                while left := ended & self._running:  # again for one that SGLang had not taken in yet
+                    self._child.tell(Abort(self._child.new_number(), sorted(left)))
+                    await asyncio.sleep(INTERRUPT_PAUSE_S)
+        except TimeoutError as error:
+            raise EngineError(f"SGLang did not end {len(left)} requests in time") from error
+
+    async def swap(self, staged: Staged) -> None:
+        """Load `staged` with requests in flight, and label what follows with its number.
+
+        A swap that has begun is never left half way: cancelled, it is finished first.
+
+        Raises:
+            EngineError: The load failed, or the probe did not match; generation stays paused until a swap
+            works.
+        """
+        swap = asyncio.create_task(self._swap(staged))
+        try:
+            await asyncio.shield(swap)
+        except asyncio.CancelledError:
+            with contextlib.suppress(EngineError):
+                await swap
+            raise
+
+    async def _swap(self, staged: Staged) -> None:
+        child, number, recomputes = self._child, staged.version.number, self._settings.recomputes_kv_cache
+        within_s = CONTROL_DEADLINE_S + staged.manifest.total_bytes / LOAD_BYTES_PER_S
+        async with self._swap_lock:
+            await self._pause()
+            self._is_loaded = False
+            load = Load(child.new_number(), staged.path, staged.manifest.to_bytes(), number, recomputes)
+            await child.ask(load, f"the load of version {number}", within_s)
+            self._serving = staged.version
+            await child.ask(Resume(child.new_number()), "the resumption", CONTROL_DEADLINE_S)
+            self._is_loaded = True
+
+    async def _pause(self) -> None:
+        """Pause; where that fails nothing was overwritten, and generation goes on."""
+        child = self._child
+        pause = Pause(child.new_number(), not self._settings.recomputes_kv_cache)
+        try:
+            await child.ask(pause, "the pause", CONTROL_DEADLINE_S)
+        except EngineDied:
+            raise
+        except EngineError:
+            if self._is_loaded:
+                self._is_loaded = False
+                await child.ask(Resume(child.new_number()), "the resumption", CONTROL_DEADLINE_S)
+                self._is_loaded = True
+            raise
+
+    def child_pids(self) -> list[int]:
+        return list(self._pids)
+
+    async def shutdown(self) -> None:
+        await self._child.end()
+
+
+def engine_arguments(settings: SglangSettings) -> dict[str, object]:
+    """Return SGLang's arguments, by the names of its `ServerArgs`."""
+    everywhere: dict[str, object] = {
+        "model_path": settings.model,
+        "dtype": settings.dtype,
+        "context_length": settings.max_model_tokens + SPARE_TOKENS,
+        "max_running_requests": settings.max_sequences,
+        "random_seed": settings.seed,
+        "skip_tokenizer_init": not settings.has_stops,
+        "skip_server_warmup": True,
+        "log_level": "warning",
+        # Seeds count in this mode alone. A prefix that older weights computed would be found after a swap.
+        "enable_deterministic_inference": True,
+        "disable_radix_cache": True,
+    }
+    own = {name: value for name, value in settings.engine_args.items() if name != "python"}
+    if settings.num_gpus:
+        share = settings.memory_share
+        return {**everywhere, **({} if share is None else {"mem_fraction_static": share}), **own}
+    on_cpu = {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "max_total_tokens": max(
+            settings.kv_cache_bytes // _token_bytes(settings), settings.max_model_tokens + SPARE_TOKENS
+        ),
+    }
+    return {**everywhere, **on_cpu, **own}
+
+
+def _token_bytes(settings: SglangSettings) -> int:
+    """Return the bytes of one token's keys and values."""
+    config = json.loads((Path(settings.model) / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    values = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_size
+    return int(values * ITEM_BYTES[settings.dtype])
+
+
+def _completion(answer: Generated, request_id: str) -> Completion:
+    """Return SGLang's answer as a completion, checked.
+
+    Raises:
+        Interrupted: The request was aborted.
+        EngineError: There is no token, or one without a log-prob or version.
+    """
+    completion = Completion(
+        token_ids=np.frombuffer(answer.token_ids, np.int32),
+        logprobs=np.frombuffer(answer.logprobs, np.float32),
+        spans=tuple(Span(*span) for span in answer.spans),
+        finish_reason=answer.finish_reason,
+    )
+    if completion.finish_reason == "abort":
+        raise Interrupted(f"request {request_id} was ended before its end", completion=completion)
+    num_tokens, covered = len(completion.token_ids), completion.spans[-1].end if completion.spans else 0
+    if completion.finish_reason not in ("stop", "length") or not num_tokens:
+        what = f"'{completion.finish_reason}' and {num_tokens} tokens"
+        raise EngineError(f"SGLang ended request {request_id} with {what}")
+    if not num_tokens == len(completion.logprobs) == covered:
+        raise EngineError(f"SGLang gave no version or log-prob for each token of request {request_id}")
+    return completion

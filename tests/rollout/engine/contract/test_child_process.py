@@ -1,0 +1,134 @@
+"""The adapter's side of SGLang's child process, with a child of the standard library's in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.cli.doctor import packages
+from asyncrl.core.errors import EngineError, WireError
+from rollout_service.engine.protocol import EngineDied
+from rollout_service.engine.sglang import messages, process
+from rollout_service.engine.sglang.messages import Answer, Ask, Channel, Done, Failed, Resume, Started
+from rollout_service.engine.sglang.process import ChildProcess
+
+
+def make_child(tmp_path: Path, script: str) -> ChildProcess:
+    """Return a child whose interpreter is a shell script; `$3` is the descriptor of its socket."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    return ChildProcess(python, has_gpu=False)
+
+
+@pytest.mark.skipif(
+    not process.PYTHON.exists(), reason="SGLang's contract needs make setup LIST=sglang, then make test-all"
+)
+def test_the_environment_has_the_sglang_of_the_list() -> None:
+    (found,) = packages.check_environments()
+    assert (found.what, found.verdict) == ("sglang", "ok"), found
+
+
+def test_without_the_environment_the_command_that_makes_it_is_told(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"no interpreter for SGLang at .*none") as found:
+        asyncio.run(ChildProcess(tmp_path / "none", has_gpu=False).start())
+    assert "make setup LIST=sglang" in found.value.hint
+
+
+def test_a_child_that_ends_fails_all_that_is_asked_of_it(tmp_path: Path) -> None:
+    async def ask() -> None:
+        child = make_child(tmp_path, "read line; exit 7")
+        await child.start()
+        try:
+            with pytest.raises(EngineDied, match="ended with status 7"):
+                await child.ask(Resume(child.new_number()), "the resumption", 30.0)
+            with pytest.raises(EngineDied, match="ended with status 7"):
+                await child.ask(Resume(child.new_number()), "the resumption", 30.0)
+        finally:
+            await child.end()
+
+    asyncio.run(ask())
+
+
+def test_an_answer_that_does_not_come_ends_at_its_deadline_and_the_child_with_its_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "END_S", 0.2)
+
+    async def ask() -> tuple[int, list[psutil.Process], str]:
+        child = make_child(tmp_path, "sleep 600 & sleep 600")
+        await child.start()
+        pid, folder = child.pid, child._folder
+        with pytest.raises(EngineError, match=r"did not finish the resumption within 0\.5 s"):
+            await child.ask(Resume(child.new_number()), "the resumption", 0.5)
+        others = psutil.Process(pid).children()
+        assert os.getsid(pid) == pid and len(others) == 2 and Path(folder).is_dir()
+        await child.end()
+        return pid, others, folder
+
+    pid, others, folder = asyncio.run(ask())
+    assert not psutil.wait_procs(others, 10.0)[1] and not psutil.pid_exists(pid)
+    assert not Path(folder).exists()
+
+
+async def _pair() -> tuple[Channel[Answer], Channel[Ask], socket.socket]:
+    ours, theirs = socket.socketpair()
+    raw = theirs.dup()
+    return await Channel.over(ours, Answer), await Channel.over(theirs, Ask), raw
+
+
+MESSAGES: list[Any] = [
+    Started(1, [5, 6]),
+    Done(2),
+    Failed(3, "why"),
+    messages.Generated(4, b"\x01\x00\x00\x00", b"\x00\x00\x00\x00", [(7, 0, 1)], "stop"),
+]
+
+
+def test_messages_arrive_as_they_were_sent_and_none_after_the_end() -> None:
+    async def exchange() -> list[object]:
+        near, far, raw = await _pair()
+        for message in MESSAGES:
+            far.send(message)
+        far.close()
+        raw.close()
+        return [await near.receive() for _ in range(len(MESSAGES) + 1)]
+
+    assert asyncio.run(exchange()) == [*MESSAGES, None]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        (messages.MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
+        b"\x00\x00\x00\x01\xc1",
+        b"\x00\x00\x00\x02\x91\x01",
+    ],
+    ids=["too long", "no msgpack", "no message"],
+)
+def test_a_frame_that_holds_no_message_is_refused(frame: bytes) -> None:
+    async def receive() -> None:
+        near, _far, raw = await _pair()
+        raw.sendall(frame)
+        await near.receive()
+
+    with pytest.raises(WireError):
+        asyncio.run(receive())
+
+
+def test_a_message_that_would_not_be_read_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 100)
+
+    async def send() -> None:
+        near, _far, _raw = await _pair()
+        near.send(Failed(1, "x" * 200))
+
+    with pytest.raises(WireError, match="at most 100"):
+        asyncio.run(send())
