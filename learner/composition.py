@@ -82,7 +82,9 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
     if config.launcher.is_cluster:
         folders = NodeFolders.find(ranks, store.root, needs_one="run.record" if config.run.record else "")
     desk = DeskAddress(context.addresses["publisher.0"], context.client_keys)
-    leader = None
+    direct, leader = None, None
+    if config.weight_sync.is_direct:
+        direct = DirectSource(context.runtime, desk, ranks, keeps_sent=config.weight_sync.uses_delta)
     if context.rank == 0:
         leader = Leader(config, client, connect, store, context.world_size, context.runtime)
         leader.is_paused = context.is_paused
@@ -98,7 +100,7 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
         runtime=context.runtime,
         recorder=open_recorder(config, context.run_dir, share, models.policy) if config.run.record else None,
         folders=folders,
-        direct=DirectSource(context.runtime, desk, ranks) if config.weight_sync.is_direct else None,
+        direct=direct,
         striped=StripedPublish(connect, stripes, ranks, bucket_bytes) if num_stripes > 1 else None,
     )
 

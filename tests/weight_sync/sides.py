@@ -169,6 +169,7 @@ class Thread:
     number: int
     copy: Copy
     stripe: Stripe = WHOLE
+    lacks_base: bool = False
     num_buckets: int = 0
 
     @property
@@ -181,7 +182,7 @@ class Thread:
 
     def move(self, is_corrupt: bool = False) -> None:
         start = self.own[self.num_buckets] * BUCKET_BYTES
-        self.copy.bytes_B[start : start + BUCKET_BYTES] = self.number % 256 ^ is_corrupt
+        self.copy.bytes_B[start : start + BUCKET_BYTES] = self.number % 256 ^ (is_corrupt or self.lacks_base)
         self.num_buckets += 1
 
     def has_right_digests(self) -> bool:
@@ -195,7 +196,7 @@ class ModelReceiver(Peer):
 
     def __init__(self, name: str, incarnation: str, started_ms: int, prefix: str) -> None:
         super().__init__(name, incarnation, started_ms)
-        self.staging = StagingArea(f"{prefix}{incarnation}-", incarnation)
+        self.staging = StagingArea(f"{prefix}{incarnation}-", incarnation, keeps_base=True)
         self.assemblies = Assemblies(self.staging)
         self.incoming: dict[int, tuple[Copy, Stripe]] = {}
         self.num_kept = 0  # stripes that an offer found here
@@ -214,6 +215,8 @@ class ModelReceiver(Peer):
             pinned=self.is_pinned,
             draining=self.is_draining,
             started_ms=self.started_ms,
+            base=self.staging.base_number,
+            direct_base=self.staging.direct_base,
             seats=self.seats,
         )
         return coordination.hello(info, now)
@@ -224,7 +227,8 @@ class ModelReceiver(Peer):
             stripe = Stripe(fields["stripe"], fields["num_stripes"])
             self._accept(fields["round"], fields["number"], stripe, is_direct=fields["direct"])
         elif order.kind == "transfer" and self.rounds.begin(fields["round"]):
-            thread = Thread(fields["round"], fields["number"], *self.incoming[fields["round"]])
+            lacks_base = fields["base"] not in (UNLOADED, self.base_of(order))
+            thread = Thread(fields["round"], fields["number"], *self.incoming[fields["round"]], lacks_base)
             self.threads[fields["round"]] = thread
         elif order.kind == "abort":
             self.abort(fields["round"])
@@ -233,6 +237,10 @@ class ModelReceiver(Peer):
         elif order.kind == "withdraw":
             self.staging.withdraw()
             self.is_attended = False
+
+    def base_of(self, transfer: Order) -> int:
+        """Return the version that a transfer may send differences to."""
+        return self.staging.direct_base if transfer.fields["sources"] else self.staging.base_number
 
     def _accept(self, round_id: int, number: int, stripe: Stripe, *, is_direct: bool) -> None:
         if self.rounds.offer(round_id):

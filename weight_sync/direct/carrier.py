@@ -1,7 +1,8 @@
 """Carrier of direct transfers: packs from the sources to the sinks of one membership.
 
 The members tell one another their regions once; plan and group then serve every transfer of the membership.
-A pack goes from its source along a chain of its sinks, each of which verifies it and then sends it on.
+A pack goes from its source along a chain of its sinks, each of which sends it on and verifies it. With a base
+it goes, after a head, as the difference to the base's where that is shorter; the whole pack is verified.
 A transfer
   consumes: an order, packs of the member before   waits for: a source's version; arrivals and departures of
                                                    packs, until the order's deadline
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -33,12 +34,16 @@ from weight_sync.backends.tags import TAG_BYTES, Tags
 from weight_sync.direct.group import GlooGroup, Sent
 from weight_sync.direct.orders import SeatOrder
 from weight_sync.direct.party import UNDER_WAY, PackStore, Party, Superseded
+from weight_sync.encoding.delta_codec import HEAD, Head, shorten
 from weight_sync.memory.manifest import ITEM_BYTES
 from weight_sync.rectangles.packs import Pack, make_packs
 from weight_sync.rectangles.parcels import NobodyHolds, Region, plan_parcels
 from weight_sync.rectangles.rectangle import Rectangle
 
 DIGEST_BYTES = 16
+NO_BYTES = torch.empty(0, dtype=torch.uint8)
+Move = Callable[[torch.Tensor, int, int, float], Sent]
+"""Starts to send or to receive bytes: to or from that rank, with a tag, until then."""
 PACK_BYTES = 8 << 20
 """Of a pack: while one travels the next is packed, and the one before is checked."""
 PLACE_BITS = 32
@@ -96,28 +101,30 @@ class Carrier:
 
     Attributes:
         num_steps: Packs that the transfer is done with here; its owner sets it to 0 before the next one.
+        num_bytes: Of packs, as they travelled.
     """
 
     def __init__(self, runtime: Runtime, party: Party, secret: str, max_bytes: int = PACK_BYTES) -> None:
         self._clock, self._party, self._max_bytes = runtime, party, max_bytes
         self._group = GlooGroup(runtime, secret)
         self._steps: list[Step] | None = None
-        self.num_steps = 0
+        self.num_steps = self.num_bytes = 0
 
     def run(self, order: SeatOrder, until: float) -> int:
-        """Carry out a transfer; return the bytes of this member's packs.
+        """Carry out a transfer; return the bytes of this member's packs, as they travelled.
 
         Raises:
             DigestMismatch: A pack came damaged; all others have been sent on, and arrived.
             Superseded: See `Party.open`. The others wait until an `abort`, so that this is told first.
             DeadlineExceeded, SyncError: The transfer failed, for the members connected to this one too.
         """
+        self.num_bytes = 0
         try:
             if self._steps is None:
                 self._steps = self._meet(order, until)
             steps = self._steps
             packs = [step.pack for step in steps]
-            store, num_wrong = self._party.open(order.number, packs, until), -1
+            store, num_wrong = self._party.open(order.number, packs, until, order.base), -1
             carry = self._send if order.rank < order.num_sources else self._receive
             try:
                 num_wrong = carry(order, steps, store, until)
@@ -131,7 +138,7 @@ class Carrier:
             raise
         if num_wrong:
             raise DigestMismatch(f"{num_wrong} of {len(packs)} packs came damaged")
-        return sum(pack.num_bytes for pack in packs)
+        return self.num_bytes
 
     def abort(self) -> None:
         """Give up the transfer that goes on, here and at the members connected to this one."""
@@ -154,7 +161,7 @@ class Carrier:
 
     def _send(self, order: SeatOrder, steps: Sequence[Step], store: PackStore, until: float) -> int:
         """Send every pack; none of them is damaged here."""
-        seals = _Seals(order)
+        seals, num_head = _Seals(order), HEAD.size if order.base else 0
         with _UnderWay(self._group, until) as leaving:
             for place, step in enumerate(steps):
                 if len(leaving) == UNDER_WAY:
@@ -162,7 +169,11 @@ class Carrier:
                 data_B = store.pack(place)
                 trailer_B = seals.make(step.index, data_B)
                 fault_point("direct.source.pack", order.number, step.index)
+                if order.base:
+                    head_B, data_B = shorten(store.base(place), data_B, step.pack.width)
+                    trailer_B = torch.cat([head_B, trailer_B])
                 leaving.send(step, data_B, trailer_B)
+                self.num_bytes += len(data_B) + num_head
             while len(leaving):
                 self._end_first(leaving)
         return 0
@@ -174,29 +185,49 @@ class Carrier:
     def _receive(self, order: SeatOrder, steps: Sequence[Step], store: PackStore, until: float) -> int:
         """Receive every pack, and send it on; return how many came damaged."""
         seals, num_wrong, ahead = _Seals(order), 0, enumerate(steps)
+        window, num_head = (1, HEAD.size) if order.base else (UNDER_WAY, 0)
         with _UnderWay(self._group, until) as coming, _UnderWay(self._group, until) as leaving:
-            for _ in steps:
-                for place, step in itertools.islice(ahead, UNDER_WAY - len(coming)):
-                    coming.receive(step, store.pack(place), seals.empty())
-                step, data_B, trailer_B = coming.end_first()
+            for place in range(len(steps)):
+                for index, step in itertools.islice(ahead, window - len(coming)):
+                    coming.receive(step, NO_BYTES if num_head else store.pack(index), seals.empty(num_head))
+                step, body_B, trailer_B = coming.end_first()
+                head = Head.read(trailer_B, step.pack.num_bytes, f"pack {step.index}") if num_head else None
+                if head is not None:
+                    body_B = store.pack(place) if head.is_whole else NO_BYTES.new_empty(head.num_bytes)
+                    coming.receive(step, body_B, NO_BYTES)
+                    coming.end_first()
                 fault_point("direct.sink.pack", order.number, step.index)
-                num_wrong += not seals.fits(step.index, data_B, trailer_B)
                 if step.target is not None:
                     if len(leaving) == UNDER_WAY:
                         leaving.end_first()
-                    leaving.send(step, data_B, trailer_B)
+                    leaving.send(step, body_B, trailer_B)
+                data_B = body_B if head is None or head.is_whole else _patch(store, place, head, body_B)
+                num_wrong += not seals.fits(step.index, data_B, trailer_B[num_head:])
                 self.num_steps += 1
+                self.num_bytes += len(body_B) + num_head
             while len(leaving):
                 leaving.end_first()
         return num_wrong
 
 
+def _patch(store: PackStore, place: int, head: Head, body_B: torch.Tensor) -> torch.Tensor:
+    """Return a pack's place with what it has after the difference; without its base the seal will not fit."""
+    data_B = store.base(place)
+    if data_B is None:
+        return store.pack(place)
+    head.apply(body_B, data_B)
+    return data_B
+
+
 class _UnderWay:
-    """Packs and their trailers that travel, in order. At the end none of their bytes is referred to."""
+    """Packs and their trailers that travel, in order. At the end none of their bytes is referred to.
+
+    Without bytes there is no message.
+    """
 
     def __init__(self, group: GlooGroup, until: float) -> None:
         self._group, self._until = group, until
-        self._started: deque[tuple[Step, Sent, Sent]] = deque()
+        self._started: deque[tuple[Step, torch.Tensor, torch.Tensor, list[Sent]]] = deque()
 
     def __enter__(self) -> _UnderWay:
         return self
@@ -211,23 +242,26 @@ class _UnderWay:
 
     def send(self, step: Step, data_B: torch.Tensor, trailer_B: torch.Tensor) -> None:
         assert step.target is not None, "the end of a chain"
-        to, tag = step.target, 2 * step.index
-        data = self._group.send(data_B, to, tag, self._until)
-        self._started.append((step, data, self._group.send(trailer_B, to, tag + 1, self._until)))
+        self._start(self._group.send, step.target, step, data_B, trailer_B)
 
     def receive(self, step: Step, data_B: torch.Tensor, trailer_B: torch.Tensor) -> None:
         assert step.source is not None, "the start of a chain"
-        source, tag = step.source, 2 * step.index
-        data = self._group.receive(data_B, source, tag, self._until)
-        self._started.append((step, data, self._group.receive(trailer_B, source, tag + 1, self._until)))
+        self._start(self._group.receive, step.source, step, data_B, trailer_B)
+
+    def _start(
+        self, move: Move, other: int, step: Step, data_B: torch.Tensor, trailer_B: torch.Tensor
+    ) -> None:
+        parts = enumerate((trailer_B, data_B), 2 * step.index)
+        moves = [move(part_B, other, tag, self._until) for tag, part_B in parts if len(part_B)]
+        self._started.append((step, data_B, trailer_B, moves))
 
     def end_first(self) -> tuple[Step, torch.Tensor, torch.Tensor]:
         """Wait for the pack that was started first; return it, its bytes and its trailer."""
-        step, data, trailer = self._started[0]
-        data.wait()
-        trailer.wait()
+        step, data_B, trailer_B, moves = self._started[0]
+        for move in moves:
+            move.wait()
         self._started.popleft()
-        return step, data.data_B, trailer.data_B
+        return step, data_B, trailer_B
 
 
 class _Seals:
@@ -237,8 +271,8 @@ class _Seals:
         self._first_place = order.round % (1 << PLACE_BITS) << PLACE_BITS
         self._tags = Tags(order.secret, order.membership) if order.is_tagged else None
 
-    def empty(self) -> torch.Tensor:
-        return torch.empty(TAG_BYTES if self._tags else DIGEST_BYTES, dtype=torch.uint8)
+    def empty(self, num_head: int) -> torch.Tensor:
+        return torch.empty(num_head + (TAG_BYTES if self._tags else DIGEST_BYTES), dtype=torch.uint8)
 
     def make(self, index: int, data_B: torch.Tensor) -> torch.Tensor:
         place = self._first_place | index

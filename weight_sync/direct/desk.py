@@ -204,4 +204,5 @@ class Desk:
             live=tuple(sorted(order.live)),
             keep=self._transfer.keep,
             is_tagged=self._is_tagged,
+            base=order.base,
         )

@@ -47,6 +47,7 @@ class SeatOrder(Message, frozen=True, kw_only=True):
         live: Memberships that may stay open.
         keep: Versions that the engine may still load: all others that a worker holds can go.
         is_tagged: Packs carry tags, as the run's sockets have keys.
+        base: As in `protocol.messages.Transfer`.
     """
 
     round: int = 0
@@ -62,6 +63,7 @@ class SeatOrder(Message, frozen=True, kw_only=True):
     live: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()
     is_tagged: bool = False
+    base: int = 0
 
     def __repr__(self) -> str:
         """Name the order without its secret."""

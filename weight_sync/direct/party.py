@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from asyncrl.core.errors import SyncError
+from asyncrl.core.staleness import UNLOADED
 from weight_sync.rectangles.packs import Pack
 from weight_sync.rectangles.parcels import Region
 
@@ -32,6 +33,13 @@ class PackStore(Protocol):
         until `close`.
         """
 
+    def base(self, index: int) -> torch.Tensor | None:
+        """Return the bytes that a pack has in the base's version, None if that is not here.
+
+        A sink puts them into the pack's own place. A source's lie where its snapshot does, and hold until its
+        next call.
+        """
+
     def close(self, is_whole: bool) -> None:
         """End the transfer. A source releases its snapshot; a sink keeps its stage if `is_whole`."""
 
@@ -50,8 +58,11 @@ class Party(Protocol):
     @property
     def dtypes(self) -> Mapping[str, str]: ...
 
-    def open(self, number: int, packs: Sequence[Pack], until: float) -> PackStore:
+    def open(self, number: int, packs: Sequence[Pack], until: float, base: int = UNLOADED) -> PackStore:
         """Begin the transfer of a version; a source waits for it, a sink makes room.
+
+        Args:
+            base: Version number that differences are to; 0 for none.
 
         Raises:
             Superseded: A source will not have this version.

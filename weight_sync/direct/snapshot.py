@@ -1,19 +1,21 @@
 """Snapshots of a learner rank's weights, from which direct transfers send while training goes on.
 
 Owns at most two copies of the rank's own parts, in their published dtypes and on their device; the second
-one comes about when a version is published while the one before is sent. Invariant: a snapshot that is being
-sent is never overwritten; a version for which there was no room has none.
+one comes about when a version is published while the one before is sent. Another one is kept as the base of
+differences. Invariant: a snapshot that is being sent, or is a base, is never overwritten; a version for which
+there was no room has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.staleness import UNLOADED
 from weight_sync.direct.party import UNDER_WAY, Superseded
 from weight_sync.memory.parts import Part
 from weight_sync.rectangles.packs import ALIGN_BYTES, Pack, Parameters, place_parts
@@ -33,12 +35,21 @@ class _Slot:
     holders: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: Parameters = field(default_factory=lambda: Parameters((), {}, {}))
 
+    def make_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return room for bytes where the copy lies."""
+        device = next((holder.device for holder in self.holders.values()), None)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
 
 class Snapshots:
-    """A source's side of `Party`. One thread takes snapshots, others send them."""
+    """A source's side of `Party`. One thread takes snapshots, others send them.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    Args:
+        keeps_sent: Keep the newest version that was sent, for differences to it: one copy more.
+    """
+
+    def __init__(self, runtime: Runtime, *, keeps_sent: bool = False) -> None:
+        self._runtime, self._keeps_sent, self._sent = runtime, keeps_sent, UNLOADED
         self._lock, self._news = runtime.lock(), runtime.event()
         self._slots: list[_Slot] = []
         self._newest = 0
@@ -77,17 +88,19 @@ class Snapshots:
         news.set()
         return slot is not None
 
-    def open(self, number: int, packs: Sequence[Pack], until: float) -> _Reading:
+    def open(self, number: int, packs: Sequence[Pack], until: float, base: int = UNLOADED) -> _Reading:
         """See `Party.open`."""
         while True:
             with self._lock:
-                news, slot = self._news, next((one for one in self._slots if one.number == number), None)
+                news, slot, old = self._news, self._find(number), self._find(base)
                 if slot is not None:
-                    slot.num_readers += 1
+                    old = old if old is not None and old.placements == slot.placements else None
+                    for one in filter(None, (slot, old)):
+                        one.num_readers += 1
                 elif self._newest >= number:
                     raise Superseded(f"version {number} was not kept, the newest is {self._newest}")
             if slot is not None:
-                return _Reading(self, slot, packs)
+                return _Reading(self, slot, old, packs)
             if not news.wait(max(0.0, until - self._runtime.now())):
                 raise DeadlineExceeded(f"version {number} was not taken in time")
 
@@ -102,16 +115,22 @@ class Snapshots:
             return buffers
         return [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(UNDER_WAY)]
 
-    def release(self, slot: _Slot, buffers: list[torch.Tensor]) -> None:
-        """End a reading of a copy."""
+    def release(self, slots: Iterable[_Slot], buffers: list[torch.Tensor], sent: int) -> None:
+        """End a reading of copies, of which version `sent` was sent; 0 for none."""
         with self._lock:
-            slot.num_readers -= 1
-            self._buffers = buffers or self._buffers
+            for slot in slots:
+                slot.num_readers -= 1
+            self._buffers, self._sent = buffers or self._buffers, max(self._sent, sent)
+
+    def _find(self, number: int) -> _Slot | None:
+        return next((one for one in self._slots if one.number == number != UNLOADED), None)
 
     def _find_room(self) -> _Slot | None:
         with self._lock:
-            slot = min((one for one in self._slots if not one.num_readers), key=_number, default=None)
-            if slot is None and len(self._slots) < MAX_SLOTS:
+            base = self._find(self._sent) if self._keeps_sent else None
+            slots = (one for one in self._slots if not one.num_readers and one is not base)
+            slot = min(slots, key=_number, default=None)
+            if slot is None and len(self._slots) < MAX_SLOTS + self._keeps_sent:
                 slot = _Slot()
                 self._slots.append(slot)
             if slot is not None:
@@ -129,7 +148,7 @@ def _make_holders(
         start = -(-ends.get(values.device, 0) // ALIGN_BYTES) * ALIGN_BYTES
         ends[values.device] = start + values.numel() * dtypes[name].itemsize
         places[name] = start, ends[values.device]
-    memory = {device: torch.empty(end, dtype=torch.uint8, device=device) for device, end in ends.items()}
+    memory = {device: torch.zeros(end, dtype=torch.uint8, device=device) for device, end in ends.items()}
     return {
         name: memory[values.device][slice(*places[name])].view(dtypes[name]).view(values.shape)
         for name, values in held.items()
@@ -143,8 +162,8 @@ def _number(slot: _Slot) -> int:
 class _Reading:
     """A source's side of `PackStore`."""
 
-    def __init__(self, owner: Snapshots, slot: _Slot, packs: Sequence[Pack]) -> None:
-        self._owner, self._slot, self._packs = owner, slot, packs
+    def __init__(self, owner: Snapshots, slot: _Slot, old: _Slot | None, packs: Sequence[Pack]) -> None:
+        self._owner, self._slot, self._old, self._packs = owner, slot, old, packs
         self._buffers: list[torch.Tensor] = []
 
     def pack(self, index: int) -> torch.Tensor:
@@ -158,6 +177,18 @@ class _Reading:
         self._slot.parameters.read(pack, data_B)
         return data_B
 
+    def base(self, index: int) -> torch.Tensor | None:
+        """Return a pack as it is in the base's snapshot, where that lies."""
+        if self._old is None:
+            return None
+        pack = self._packs[index]
+        if (found := self._old.parameters.find(pack)) is not None:
+            return found
+        data_B = self._old.make_buffer(pack.num_bytes)
+        self._old.parameters.read(pack, data_B)
+        return data_B
+
     def close(self, is_whole: bool) -> None:
-        """Release the snapshot."""
-        self._owner.release(self._slot, self._buffers)
+        """Release the snapshots."""
+        slots, sent = filter(None, (self._slot, self._old)), self._slot.number if is_whole else UNLOADED
+        self._owner.release(slots, self._buffers, sent)

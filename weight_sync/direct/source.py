@@ -13,10 +13,16 @@ from weight_sync.publisher_client import Exporter
 
 
 class DirectSource:
-    """See the module. `take` is collective; the seat asks for orders once there is something to send."""
+    """See the module. `take` is collective; the seat asks for orders once there is something to send.
 
-    def __init__(self, runtime: Runtime, desk: DeskAddress, collectives: Collectives) -> None:
-        self._snapshots, self._collectives = Snapshots(runtime), collectives
+    Args:
+        keeps_sent: As of `Snapshots`.
+    """
+
+    def __init__(
+        self, runtime: Runtime, desk: DeskAddress, collectives: Collectives, *, keeps_sent: bool = False
+    ) -> None:
+        self._snapshots, self._collectives = Snapshots(runtime, keeps_sent=keeps_sent), collectives
         self._seat = Seat(runtime, desk, collectives.rank, collectives.world_size, self._snapshots)
         self._dtypes: dict[str, str] = {}
         self._has_started = False

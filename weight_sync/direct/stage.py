@@ -17,10 +17,12 @@ import torch
 
 from asyncrl.core.errors import SyncError
 from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.staleness import UNLOADED
+from weight_sync.encoding.delta_codec import ELEMENTS
 from weight_sync.memory.manifest import Layout, TensorEntry, align
-from weight_sync.rectangles.packs import Pack, view_parcel
+from weight_sync.rectangles.packs import Pack, Parameters, view_parcel
 from weight_sync.rectangles.parcels import Parcel, Region
-from weight_sync.rectangles.rectangle import Rectangle
+from weight_sync.rectangles.rectangle import Placement, Rectangle
 
 Empty = Callable[..., torch.Tensor]
 """`torch.empty`, or what fills its result too."""
@@ -53,12 +55,12 @@ class Stages:
         with self._lock:
             self._kept = frozenset(numbers)
 
-    def open(self, number: int, packs: Sequence[Pack], until: float) -> Stage:
+    def open(self, number: int, packs: Sequence[Pack], until: float, base: int = UNLOADED) -> Stage:
         """Return room for the packs of a version; it can be loaded once that is closed as whole."""
         with self._lock:
-            for other in [one for one in self._whole if one not in self._kept or one == number]:
-                del self._whole[other]
-            return Stage(packs, self._empty, self._blocks, partial(self._add, number))
+            old, kept = self._whole.get(base), {*self._kept, base} - {number}
+            self._whole = {one: stage for one, stage in self._whole.items() if one in kept}
+            return Stage(packs, self._empty, self._blocks, partial(self._add, number), old)
 
     def _add(self, number: int, stage: Stage) -> None:
         with self._lock:
@@ -84,11 +86,17 @@ class Stage:
     """The packs of one version: a `PackStore`."""
 
     def __init__(
-        self, packs: Sequence[Pack], empty: Empty, blocks: _Blocks, add: Callable[[Stage], None]
+        self,
+        packs: Sequence[Pack],
+        empty: Empty,
+        blocks: _Blocks,
+        add: Callable[[Stage], None],
+        old: Stage | None,
     ) -> None:
         sizes = [align(pack.num_bytes) for pack in packs]
         self._starts = list(itertools.accumulate(sizes, initial=0))
         self._packs, self._empty, self._add = packs, empty, add
+        self._old = old.read_elements() if old is not None else None
         self._data_B = blocks.take((self._starts[-1],), torch.uint8)
         self._parcels: dict[str, list[tuple[Parcel, int]]] = {}
         for start, pack in zip(self._starts, packs, strict=False):
@@ -100,8 +108,26 @@ class Stage:
         start = self._starts[index]
         return self._data_B[start : start + self._packs[index].num_bytes]
 
+    def base(self, index: int) -> torch.Tensor | None:
+        """Fill a pack's place with what the base's stage has of it, and return it."""
+        if self._old is None:
+            return None
+        self._old.read(self._packs[index], self.pack(index))
+        return self.pack(index)
+
+    def read_elements(self) -> Parameters:
+        """Return the elements of this stage by their bits, for packs of another plan as well."""
+        placements, holders, dtypes = [], {}, {}
+        for tensor, parcels in self._parcels.items():
+            dtypes[tensor] = ELEMENTS[parcels[0][0].item_bytes]
+            for number, (parcel, at) in enumerate(parcels):
+                placements.append(Placement(tensor, parcel.rectangle, f"{tensor}#{number}"))
+                holders[f"{tensor}#{number}"] = view_parcel(parcel, at, self._data_B, dtypes[tensor])
+        return Parameters(placements, holders, dtypes)
+
     def close(self, is_whole: bool) -> None:
         """End the transfer; the stage stays if all packs came."""
+        self._old = None
         if is_whole:
             self._add(self)
 

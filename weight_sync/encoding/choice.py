@@ -5,6 +5,8 @@ Invariant: a difference is chosen only if it takes fewer bytes than the bucket i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from weight_sync.encoding.sparse import WIDTHS, Bytes, Sparse, encode
@@ -25,7 +27,13 @@ def choose_widths(layout: Layout) -> list[int]:
         for index, start, end in layout.pieces(entry):
             if index < len(filled):
                 filled[index][width] = filled[index].get(width, 0) + end - start
-    return [_width(counts, layout, index) for index, counts in enumerate(filled)]
+    return [_width_of(counts, layout, index) for index, counts in enumerate(filled)]
+
+
+def choose_width(counts: Mapping[int, int], *edges: int) -> int:
+    """Return the bytes per element of most bytes in `counts`, 1 if that divides not all of `edges`."""
+    width = max(counts, key=lambda width: counts[width], default=1)
+    return width if not any(edge % width for edge in edges) else 1
 
 
 def choose(old: Bytes | None, new: Bytes, width: int) -> Sparse | None:
@@ -35,11 +43,9 @@ def choose(old: Bytes | None, new: Bytes, width: int) -> Sparse | None:
     return encode(old, new, width, max_bytes=len(new))
 
 
-def _width(counts: dict[int, int], layout: Layout, index: int) -> int:
+def _width_of(counts: dict[int, int], layout: Layout, index: int) -> int:
     start = index * layout.bucket_bytes
-    end = min(start + layout.bucket_bytes, layout.total_bytes)
-    width = max(counts, key=lambda width: counts[width], default=1)
-    return width if not start % width and not end % width else 1
+    return choose_width(counts, start, min(start + layout.bucket_bytes, layout.total_bytes))
 
 
 def _looks_dense(old: Bytes, new: Bytes, width: int) -> bool:

@@ -12,17 +12,84 @@ import contextlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from asyncrl.core.errors import SyncError, WireError
 from weight_sync.backends.contract import Broadcast, Transport
 from weight_sync.encoding.choice import choose
-from weight_sync.encoding.sparse import Code, Sparse, decode
+from weight_sync.encoding.sparse import Code, Sparse, assemble, decode
 
 HEAD = struct.Struct("<BBxxxxxxQQ")
-"""Code (0: the bucket as it is), bytes per element, changed elements, bytes that follow."""
+"""Code (0: the bytes as they are), bytes per element, changed elements, bytes that follow."""
 WHOLE = 0
+ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By which bits are compared and copied, by width."""
+
+
+class Head(NamedTuple):
+    """Form in which a run of bytes travels; `num_bytes` follow."""
+
+    code: int
+    width: int
+    num_changed: int
+    num_bytes: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the bytes follow as they are."""
+        return self.code == WHOLE
+
+    @staticmethod
+    def read(head_B: torch.Tensor, most: int, what: str) -> Head:
+        """Return what announces a run of `most` bytes.
+
+        Raises:
+            SyncError: It cannot be followed.
+        """
+        head = Head(*HEAD.unpack_from(head_B.numpy().data))
+        is_known = head.code in tuple(Code) and head.num_bytes <= most
+        if not is_known and (head.code, head.num_bytes) != (WHOLE, most):
+            raise SyncError(f"{what} has a head of code {head.code} and {head.num_bytes} bytes")
+        return head
+
+    def apply(self, body_B: torch.Tensor, target_B: torch.Tensor) -> None:
+        """Turn the base's bytes into the new ones; they stay if the body is no difference to them."""
+        sparse = Sparse(Code(self.code), self.width, self.num_changed, body_B.numpy())
+        with contextlib.suppress(WireError):  # the digest will say so
+            decode(target_B.numpy(), sparse)
+
+
+def shorten(old_B: torch.Tensor | None, new_B: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the head of the shorter form, and what follows: `new_B`, or its difference to the base's bytes.
+
+    They are compared where the base's lie; of a difference the changed elements alone leave a GPU.
+    """
+    sparse = None
+    if old_B is not None:
+        compare = compare_on_host if old_B.device.type == "cpu" else compare_on_device
+        sparse = compare(old_B, new_B.to(old_B.device), width)
+    head, body_B = Head(WHOLE, 1, 0, len(new_B)), new_B
+    if sparse is not None:
+        body_B = torch.from_numpy(sparse.data)
+        head = Head(sparse.code, sparse.width, sparse.num_changed, len(body_B))
+    return torch.frombuffer(bytearray(HEAD.pack(*head)), dtype=torch.uint8), body_B
+
+
+def compare_on_host(old_B: torch.Tensor, new_B: torch.Tensor, width: int) -> Sparse | None:
+    """As `choose`, which takes a third of the time that torch takes there."""
+    return choose(old_B.numpy(), new_B.numpy(), width)
+
+
+def compare_on_device(old_B: torch.Tensor, new_B: torch.Tensor, width: int) -> Sparse | None:
+    """As `choose`, with the operations of a GPU."""
+    old_E, new_E = old_B.view(ELEMENTS[width]), new_B.view(ELEMENTS[width])
+    positions = (old_E != new_E).nonzero()[:, 0]
+    if len(positions) * width >= len(new_B):
+        return None
+    return assemble(positions.cpu().numpy(), new_E[positions].cpu().numpy(), len(new_B), len(new_E))
+
 
 CarryBucket = Callable[[Transport, int, torch.Tensor, float], Broadcast]
 """Starts to send or to fill one bucket: over this transport, of this index, until then."""
@@ -83,19 +150,13 @@ class DeltaSender:
 
     def carry(self, transport: Transport, index: int, bucket: torch.Tensor, until: float) -> Broadcast:
         """See `CarryBucket`."""
-        old = self._base[index].numpy() if self._base is not None else None
-        sparse = choose(old, bucket.numpy(), self._widths[index])
-        body = bucket if sparse is None else torch.from_numpy(sparse.data)
-        if sparse is None:
-            head = HEAD.pack(WHOLE, 1, 0, len(body))
-        else:
-            head = HEAD.pack(sparse.code, sparse.width, sparse.num_changed, len(body))
-            self.num_deltas += 1
-        names = self._names
-        head_B = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        old = self._base[index] if self._base is not None else None
+        head_B, body = shorten(old, bucket, self._widths[index])
+        is_whole, names = body is bucket, self._names
+        self.num_deltas += not is_whole
         transport.broadcast(head_B, until, names.part(index, "head"))
-        self.num_bytes += len(head) + len(body)
-        name = names.whole(index) if sparse is None else names.part(index, "body")
+        self.num_bytes += len(head_B) + len(body)
+        name = names.whole(index) if is_whole else names.part(index, "body")
         return transport.start(body, until, name) if len(body) else _Done()
 
 
@@ -115,20 +176,13 @@ class DeltaReceiver:
         """See `CarryBucket`; raises SyncError if the others can no longer be followed."""
         head = torch.empty(HEAD.size, dtype=torch.uint8)
         transport.broadcast(head, until, self._names.part(index, "head"))
-        code, width, num_changed, num_bytes = HEAD.unpack(head.numpy().tobytes())
-        if code == WHOLE and num_bytes == len(bucket):
+        told = Head.read(head, len(bucket), f"bucket {index}")
+        if told.is_whole:
             return transport.start(bucket, until, self._names.whole(index))
-        if code not in tuple(Code) or num_bytes > len(bucket):
-            raise SyncError(f"bucket {index} has a head of code {code} and {num_bytes} bytes")
-        body = torch.empty(num_bytes, dtype=torch.uint8)
-        if num_bytes:
+        body = torch.empty(told.num_bytes, dtype=torch.uint8)
+        if told.num_bytes:
             transport.broadcast(body, until, self._names.part(index, "body"))
-        self._apply(index, bucket, Sparse(Code(code), width, num_changed, body.numpy()))
+        if self._base is not None:  # else the bucket holds an older version, and its digest will say so
+            bucket.copy_(self._base[index])
+            told.apply(body, bucket)
         return _Done()
-
-    def _apply(self, index: int, bucket: torch.Tensor, sparse: Sparse) -> None:
-        if self._base is None:
-            return  # what the bucket holds is of an older version, and its digest will say so
-        bucket.copy_(self._base[index])
-        with contextlib.suppress(WireError):  # the bucket holds the base's bytes, and its digest will say so
-            decode(bucket.numpy(), sparse)

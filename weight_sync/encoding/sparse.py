@@ -74,14 +74,18 @@ def encode(old: Bytes, new: Bytes, width: int, max_bytes: int) -> Sparse | None:
         if num_changed * width >= max_bytes:
             return None
     changed = np.concatenate(positions) if positions else np.empty(0, np.int64)
-    code, written = _write_positions(changed, len(new_E))
-    num_bytes = len(written) + num_changed * width
-    if num_bytes >= max_bytes:
+    return assemble(changed, new_E[changed], max_bytes, len(new_E))
+
+
+def assemble(
+    positions: Positions, values: npt.NDArray[np.generic], max_bytes: int, num_elements: int
+) -> Sparse | None:
+    """Return the difference in these elements of `num_elements`; None as of `encode`."""
+    code, written = _write_positions(positions, num_elements)
+    if len(written) + values.nbytes >= max_bytes:
         return None
-    data = np.empty(num_bytes, np.uint8)
-    data[: len(written)] = written
-    data[len(written) :] = new_E[changed].view(np.uint8)
-    return Sparse(code, width, num_changed, data)
+    data = np.concatenate([written, values.view(np.uint8)])
+    return Sparse(code, values.itemsize, len(positions), data)
 
 
 def decode(target: Bytes, sparse: Sparse) -> None:

@@ -53,6 +53,9 @@ class StagingArea:
     Args:
         incarnation: Part of the names that no other staging of this prefix has, before or after.
         keeps_base: The newest verified copy stays, loaded or not, for differences to it: one segment more.
+
+    Attributes:
+        direct_base: Version number whose bytes the engine's workers keep for differences; 0 for none.
     """
 
     def __init__(self, prefix: str, incarnation: str, keeps_base: bool = False) -> None:
@@ -61,6 +64,7 @@ class StagingArea:
         self._copies: Copies[Copy] = Copies(self.give_back)
         self._keeps_base = keeps_base
         self._base: Copy | None = None
+        self.direct_base = UNLOADED
         self._disowned: set[str] = set()
         self._num_reserved: dict[str, int] = {}
         self._shared: dict[str, tuple[int, str]] = {}
@@ -183,6 +187,7 @@ class StagingArea:
         """
         if self._keeps_base:
             base, self._base = self._base, None if copy.is_mapped or copy.is_direct else copy
+            self.direct_base = copy.number if copy.is_direct else UNLOADED
             if not self._copies.has(base):
                 self.give_back(base)
         if copy.is_mapped:
@@ -210,6 +215,7 @@ class StagingArea:
 
     def drop_direct(self) -> list[int]:
         """The engine's workers have lost what they held; return the numbers of those versions."""
+        self.direct_base = UNLOADED
         return [copy.number for copy in self._copies.drop(lambda copy: copy.is_direct)]
 
     def release_copies(self) -> None:

@@ -86,7 +86,7 @@ class Member:
         is_attended: A replica has asked for weights, so a commit will be performed.
         is_unheard: It was DEAD and its replica has not reported since: the hello's statements about the
             replica are not trusted.
-        base, by_folder, node, shared, shared_path, seats: As in `ReceiverHello`.
+        base, direct_base, by_folder, node, shared, shared_path, seats: As in `ReceiverHello`.
         staged_until: Newest version number that it gets staged, as the direct path has failed;
             `num_direct_failures` in a row.
         not_mapped: By incarnation of a process of its node, the newest version number that it could not map
@@ -113,6 +113,7 @@ class Member:
     is_unheard: bool = False
     started_ms: int = 0
     base: int = UNLOADED
+    direct_base: int = UNLOADED
     by_folder: bool = False
     node: str = ""
     shared: int = UNLOADED
@@ -150,7 +151,7 @@ class Member:
         self.is_attended = info.attended and not self.is_unheard
         self.is_pinned, self.base, self.by_folder = info.pinned, info.base, info.by_folder
         self.node, self.shared, self.shared_path = info.node, info.shared, info.shared_path
-        self.seats = info.seats
+        self.seats, self.direct_base = info.seats, info.direct_base
         if info.draining and self.is_listening:
             self.move(MemberState.DRAINING)
 

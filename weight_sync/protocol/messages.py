@@ -60,7 +60,8 @@ class ReceiverHello(Hello, frozen=True, kw_only=True):
 
     Attributes:
         attended: A replica has asked it for weights. pinned: It is held at its version for an evaluation.
-        base: Version number whose bytes it keeps, verified, so that a difference to it can be sent.
+        base: Version number whose bytes it keeps, verified, so that a difference to it can be sent;
+            `direct_base`: whose bytes the workers of its engine keep.
         by_folder: It reads the folder, and is in no group.
         node: Mark of the shared memory that it sees; empty if it can share none.
         shared: Version number that others of its node may map, under the name `shared_path`.
@@ -74,6 +75,7 @@ class ReceiverHello(Hello, frozen=True, kw_only=True):
     pinned: bool
     draining: bool = False
     base: int = UNLOADED
+    direct_base: int = UNLOADED
     by_folder: bool = False
     node: Text = ""
     shared: int = UNLOADED

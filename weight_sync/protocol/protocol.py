@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from asyncrl.core.staleness import PolicyVersion
+from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from weight_sync.protocol.lanes.publishers import Publishers
 from weight_sync.protocol.lanes.stripes import PUBLISHER
 from weight_sync.protocol.members import Member, MemberState, PublisherInfo
@@ -261,7 +261,7 @@ class Coordination:
             self._rounds.leave_direct_path(now)
             self._note_change(now)
         else:
-            self.members[name].seats = num_seats
+            self.members[name].seats, self.members[name].direct_base = num_seats, UNLOADED
             self._rounds.groups.forget(name)
             self._note_change(now, name)
 
@@ -348,7 +348,7 @@ class Coordination:
         """The replica beside the member was started anew and serves `serving`."""
         member = self.members[name]
         self._swap_scheduler.take_back(member)
-        member.serving = serving
+        member.serving, member.direct_base = serving, UNLOADED
         member.hear_replica(is_attended=True)
         self._note_change(now, name)
 

@@ -40,6 +40,7 @@ class RoundReports:
         # Also if its round is over: it holds these bytes. Those that it maps are not kept for differences.
         is_own = round_ is None or not (round_.is_mapped or round_.is_direct)
         member.base = number if is_own else UNLOADED
+        member.direct_base = number if round_ is not None and round_.is_direct else UNLOADED
         if path:
             member.shared, member.shared_path = number, path
 
@@ -55,7 +56,7 @@ class RoundReports:
         round_.causes[member.name] = member.last_error = cause
         member.num_buckets = num_buckets
         if cause == DIGEST:
-            member.base = UNLOADED  # if a difference was wrong, whole buckets are next
+            member.base = member.direct_base = UNLOADED  # if a difference was wrong, all is sent next
         if cause == TRANSPORT:
             self._rounds.break_up(round_, TRANSPORT, now)
 

@@ -91,9 +91,10 @@ class CoordinationState:
         """Numbers of versions that some member has or is getting."""
         return {n for m in self.members.values() for n in (m.serving, m.staging, m.staged, m.swapping) if n}
 
-    def common_base(self, names: Sequence[str], number: int) -> int:
-        """Return the version that all of `names` hold and differences may be to; 0 for whole buckets."""
-        bases = {self.members[name].base for name in names}
+    def common_base(self, names: Sequence[str], number: int, *, is_direct: bool) -> int:
+        """Return the version that all of `names` hold and differences may be to; 0 if all is to be sent."""
+        members = [self.members[name] for name in names]
+        bases = {member.direct_base if is_direct else member.base for member in members}
         base = bases.pop() if len(bases) == 1 and self.uses_delta else UNLOADED
         return base if base < number else UNLOADED
 

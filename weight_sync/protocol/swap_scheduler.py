@@ -97,7 +97,8 @@ class SwapScheduler:
             self._state.counters["rounds_failed"] += 1
             self._state.counters[f"rounds_failed/{LOAD}"] += 1
         self._state.note(LoadFailureRecord(member.name, number, error))
-        member.swapping, member.serving, member.last_error = None, UNLOADED, error
+        member.swapping, member.last_error = None, error
+        member.serving = member.direct_base = UNLOADED
         self._state.permits.discard(member.name)
         member.is_unheard = False
         member.num_load_failures += 1

@@ -173,6 +173,7 @@ class ReceiverService:
                 pinned=self._replica.is_pinned,
                 draining=self._replica.is_draining,
                 base=self._staging.base_number,
+                direct_base=self._staging.direct_base,
                 by_folder=self._by_folder,
                 node=self._node,
                 shared=shared,

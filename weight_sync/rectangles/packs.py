@@ -7,12 +7,14 @@ on any device. Invariant: both sides come to the same packs from the same parcel
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from asyncrl.core.errors import SyncError
+from weight_sync.encoding.choice import choose_width
 from weight_sync.memory.parts import Part
 from weight_sync.rectangles.parcels import PARCEL_BYTES, Parcel
 from weight_sync.rectangles.rectangle import Placement, Rectangle
@@ -29,6 +31,21 @@ class Pack:
     parcels: tuple[Parcel, ...]
     offsets: tuple[int, ...]
     num_bytes: int
+
+    def gaps(self) -> Iterator[slice]:
+        """Yield the places of bytes between parcels."""
+        ends = (offset + parcel.num_bytes for offset, parcel in zip(self.offsets, self.parcels, strict=True))
+        yield from (
+            slice(end, start) for end, start in zip(ends, self.offsets[1:], strict=False) if end < start
+        )
+
+    @property
+    def width(self) -> int:
+        """Bytes per element, for differences between versions."""
+        counts: Counter[int] = Counter()
+        for parcel in self.parcels:
+            counts[parcel.item_bytes] += parcel.num_bytes
+        return choose_width(counts, self.num_bytes)
 
 
 def make_packs(parcels: Iterable[Parcel], max_bytes: int = PARCEL_BYTES) -> list[Pack]:
@@ -81,16 +98,18 @@ class Parameters:
 
     @torch.no_grad()
     def read(self, pack: Pack, data_B: torch.Tensor) -> None:
-        """Copy the pack's parcels out of the parameters.
+        """Copy the pack's parcels out of the parameters; the bytes between them become 0.
 
         Raises:
             SyncError: They do not have all of a parcel.
         """
+        for gap in pack.gaps():
+            data_B[gap] = 0
         for values, held in self._pairs(pack, data_B):
             values.copy_(held)
 
     def find(self, pack: Pack) -> torch.Tensor | None:
-        """Return the pack's bytes where they are, if they lie in memory as in the pack."""
+        """Return the pack's bytes where they are, if they lie in memory as `read` would put them."""
         at = pack.parcels[0].rectangle.start
         begins = (
             (place, inner)
@@ -103,7 +122,10 @@ class Parameters:
         memory, start = first.untyped_storage(), first.storage_offset() * first.itemsize
         if start % ALIGN_BYTES or start + pack.num_bytes > memory.nbytes():
             return None
-        data_B = torch.empty(0, dtype=torch.uint8, device=first.device).set_(memory, start, (pack.num_bytes,))
+        nothing_B = torch.empty(0, dtype=torch.uint8, device=first.device)
+        data_B = nothing_B.set_(memory, start, (pack.num_bytes,), (1,))
+        if any(data_B[gap].any() for gap in pack.gaps()):
+            return None
         pairs = self._pairs(pack, data_B)
         return data_B if all(_are_same(values, held) for values, held in pairs) else None
 

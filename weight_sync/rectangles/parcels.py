@@ -42,6 +42,10 @@ class Parcel:
     source: int
     sinks: tuple[int, ...]
 
+    @property
+    def item_bytes(self) -> int:
+        return self.num_bytes // self.rectangle.num_elements
+
 
 @dataclass(frozen=True, slots=True)
 class _Cell:

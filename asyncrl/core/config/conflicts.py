@@ -124,10 +124,6 @@ def _find_gpu_conflicts(config: Root) -> Iterator[Conflict]:
         )
         hint = "Set backend: auto or folder, and folder: file:///a/shared/folder"
         yield Conflict(("weight_sync.folder", "weight_sync.backend"), what, hint)
-    if config.weight_sync.is_direct and config.weight_sync.uses_delta:
-        what = "weight_sync.encoding: delta does not go with backend: direct"
-        keys = ("weight_sync.encoding", "weight_sync.backend")
-        yield Conflict(keys, what, "Leave one of them out")
     if config.model.dtype == "float16" and not (config.rollout.gpus and config.learner.gpus):
         what = "model.dtype: float16 needs GPUs on both sides"
         hint = "Set rollout.gpus and learner.gpus, or model.dtype: bfloat16"

@@ -271,4 +271,9 @@ def test_snapshots_and_stages_of_the_direct_path_are_counted_where_they_lie() ->
         snapshots, stages = found["snapshots of versions"], found["stages of engine workers"]
         assert (snapshots.where, snapshots.num_bytes) == (where, 2 * 2 * NUM_WEIGHTS // share)
         assert (stages.where, stages.num_bytes) == (HOST, 2 * 2 * NUM_WEIGHTS * 3)
+        weight_sync = {"backend": "direct", "encoding": "delta"}
+        config = make_config(learner=learner, rollout={"replicas": 3}, weight_sync=weight_sync)
+        found = {part.what: part for part in count_parts(config, NUM_WEIGHTS, 3)}
+        assert found["snapshots of versions"].num_bytes == 3 * 2 * NUM_WEIGHTS // share, "and a base"
+        assert found["stages of engine workers"].num_bytes == stages.num_bytes
     assert not any("snapshots" in part.what for part in count_parts(make_config(), NUM_WEIGHTS, 1))

@@ -45,6 +45,26 @@ def test_engines_that_die_while_they_receive_get_the_version_staged_and_the_next
     assert {name for one in others for name in one["parts"]} == {"receiver.0", "receiver.1"}
 
 
+@pytest.mark.long
+def test_versions_go_directly_as_differences(up: Callable[..., UpRun]) -> None:
+    """In bfloat16 at the default learning rate: about one element in a hundred changes in a step."""
+    rates = (
+        "model.dtype=bfloat16",
+        "learner.lr=1e-6",
+        "learner.warmup_steps=0",
+        "weight_sync.encoding=delta",
+    )
+    run = up("direct_delta", *SETS, *rates, "learner.tp=2", "learner.cpus=0.25", "learner.steps=12")
+    rounds = [one for one in finish(run, num_steps=12) if one["lane"] == "DIRECT"]
+    shares = [one["num_bytes"] / one["version_bytes"] for one in rounds]
+    print(f"share of the bytes of each version: {[round(share, 4) for share in shares]}")
+    assert {one["cause"] for one in rounds} == {""}
+    assert sum(share < 0.05 for share in shares) >= 6, shares
+    assert max(shares) > 0.9, "the first one has no base"
+    verified = run.command("verify")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
 def finish(run: UpRun, *, num_steps: int) -> list[dict]:
     """Wait for the end of a run in which nothing is lost; return its rounds."""
     code, output = run.finish()

@@ -71,7 +71,7 @@ class ScriptedSink:
         self.has_opened = threading.Event()
         self.on_close: Callable[[], object] = lambda: None
 
-    def open(self, number: int, packs: Sequence[Pack], until: float) -> _Stage:
+    def open(self, number: int, packs: Sequence[Pack], until: float, base: int = 0) -> _Stage:
         self.stages[number] = _Stage(packs, self.on_close)
         self.has_opened.set()
         return self.stages[number]
@@ -143,13 +143,13 @@ class Members:
         self.carriers = [Carrier(RUNTIME, party, self.order.secret, MAX_BYTES) for party in parties]
         self._pool = ThreadPoolExecutor(self._world)
 
-    def run(self, number: int, deadline_s: float = WAIT_S) -> list[BaseException | None]:
+    def run(self, number: int, deadline_s: float = WAIT_S, base: int = 0) -> list[BaseException | None]:
         """Carry out a transfer; return how it ended for each member."""
-        return [future.exception(2 * WAIT_S) for future in self.start(number, deadline_s)]
+        return [future.exception(2 * WAIT_S) for future in self.start(number, deadline_s, base)]
 
-    def start(self, number: int, deadline_s: float = WAIT_S) -> list[Future[int]]:
+    def start(self, number: int, deadline_s: float = WAIT_S, base: int = 0) -> list[Future[int]]:
         until = RUNTIME.now() + deadline_s
-        order = replace(self.order, round=self.order.round + number, number=number)
+        order = replace(self.order, round=self.order.round + number, number=number, base=base)
         return [self._pool.submit(self._work, order, rank, until) for rank in range(self._world)]
 
     def _work(self, order: SeatOrder, rank: int, until: float) -> int:

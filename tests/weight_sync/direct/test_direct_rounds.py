@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from asyncrl.core.staleness import PolicyVersion
+import pytest
+
 from tests.weight_sync.protocol.world import TIMING, World
 from weight_sync.protocol.protocol import PUBLISHER
 from weight_sync.protocol.rounds import DIGEST, SUPERSEDED, TRANSPORT, Lane, Round
@@ -11,8 +12,10 @@ from weight_sync.protocol.rounds import DIGEST, SUPERSEDED, TRANSPORT, Lane, Rou
 class DirectWorld(World):
     """A learner of four ranks, and receivers whose engines have workers as given by name."""
 
-    def __init__(self, seats: dict[str, int], *, sources: int = 4, node: str = "") -> None:
-        super().__init__(*seats, node=node)
+    def __init__(
+        self, seats: dict[str, int], *, sources: int = 4, node: str = "", uses_delta: bool = False
+    ) -> None:
+        super().__init__(*seats, node=node, uses_delta=uses_delta)
         self.coordination._state.uses_direct = True
         self.coordination.seats_changed(PUBLISHER, sources, self.now)
         for name, num_seats in seats.items():
@@ -172,11 +175,93 @@ def test_a_silent_member_is_left_out_of_a_direct_round_and_the_others_go_on_stag
     assert world.states()["a"] == "READY" and world.states()["b"] == "SUSPECT"
 
 
-def test_what_came_directly_is_no_base_of_differences():
+def bases(world: DirectWorld) -> list[tuple[bool, int]]:
+    """Return for each transfer whether it was direct, and its base."""
+    transfers = [order.fields for order in world.orders("transfer", PUBLISHER)]
+    return [(bool(fields["sources"]), fields["base"]) for fields in transfers]
+
+
+def send(world: DirectWorld, number: int, *names: str) -> None:
+    """Let members of a direct round get a version, and load it."""
+    world.end(world.begin(number), *names)
+    world.obey(*names)
+
+
+def test_a_direct_round_has_the_base_that_the_workers_of_all_its_members_hold():
+    world = DirectWorld({"a": 1, "b": 2}, uses_delta=True)
+    for number in (1, 2, 3):
+        send(world, number, "a", "b")
+    assert bases(world) == [(True, 0), (True, 1), (True, 2)]
+    assert {order.fields["base"] for order in world.orders("transfer", "b")} == {0, 1, 2}
+
+
+def test_without_delta_no_direct_round_has_a_base():
     world = DirectWorld({"a": 1})
-    round_ = world.begin(1)
-    world.end(round_, "a")
-    assert world.member("a").base == 0 and world.coordination.current == PolicyVersion(1, 0)
+    for number in (1, 2):
+        send(world, number, "a")
+    assert bases(world) == [(True, 0), (True, 0)]
+
+
+def test_what_came_directly_is_no_base_of_staged_differences_and_the_other_way_round():
+    world = DirectWorld({"a": 1}, uses_delta=True)
+    send(world, 1, "a")
+    world.coordination.seats_changed(PUBLISHER, 0, world.now)
+    for number in (2, 3):
+        world.publish(number)
+        world.obey("a")
+    world.coordination.seats_changed(PUBLISHER, 4, world.now)
+    for number in (4, 5):
+        send(world, number, "a")
+    assert bases(world) == [(True, 0), (False, 0), (False, 2), (True, 0), (True, 4)]
+
+
+def test_one_member_that_has_joined_makes_all_get_the_next_version_whole():
+    world = DirectWorld({"a": 1}, uses_delta=True)
+    send(world, 1, "a")
+    world.join("b")
+    world.obey("b")
+    world.coordination.seats_changed("b", 1, world.now)
+    for number in (2, 3):
+        send(world, number, "a", "b")
+    assert bases(world) == [(True, 0), (False, 0), (True, 0), (True, 2)]
+
+
+def test_after_a_mismatch_the_version_goes_staged_and_the_next_one_whole():
+    world = DirectWorld({"a": 1, "b": 1}, uses_delta=True)
+    send(world, 1, "a", "b")
+    round_ = world.begin(2)
+    world.coordination.verified("a", round_.id, 2, world.now)
+    world.coordination.failed("b", round_.id, DIGEST, world.now)
+    world.coordination.sent(round_.id, 100, world.now)
+    assert (world.member("a").direct_base, world.member("b").direct_base) == (2, 0)
+    world.obey("a", "b")
+    for number in (3, 4):
+        send(world, number, "a", "b")
+    assert bases(world) == [(True, 0), (True, 1), (False, 0), (True, 0), (True, 3)]
+
+
+@pytest.mark.parametrize("what", ["seats", "restart", "failed load", "hello"])
+def test_an_engine_that_has_lost_what_it_held_gets_the_next_version_whole(what):
+    world = DirectWorld({"a": 1}, uses_delta=True)
+    send(world, 1, "a")
+    assert world.member("a").direct_base == 1
+    if what == "seats":
+        world.coordination.seats_changed("a", 1, world.now)
+    elif what == "restart":
+        world.coordination.restarted("a", 0, world.now)
+    elif what == "failed load":
+        world.coordination.loaded("a", 1, False, "broken", world.now)
+    else:
+        world.join("a", serving=1, seats=1)
+    assert world.member("a").direct_base == 0
+
+
+def test_a_member_that_says_hello_again_tells_what_its_workers_hold():
+    world = DirectWorld({"a": 1}, uses_delta=True)
+    send(world, 1, "a")
+    world.join("a", serving=1, seats=1, direct_base=1)
+    send(world, 2, "a")
+    assert bases(world)[-1] == (True, 1)
 
 
 def test_the_same_members_are_in_another_group_when_they_get_the_version_staged():

@@ -44,14 +44,21 @@ class Receiver:
             desk=self.room.desk,
         )
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, base: int = 0) -> None:
         """Accept an offer, and have the worker receive; the round has the version's number."""
         self.rounds.accept(told.Offer(number, number, direct=True), make_manifest(number).to_bytes())
         group = Group(1, 2, 3, "127.0.0.1", 1)
-        self.rounds.receive(TransferOrder(number, number, group, frozenset({1}), 5.0, sources=2))
+        self.rounds.receive(TransferOrder(number, number, group, frozenset({1}), 5.0, base, sources=2))
 
     def end(self, number: int, cause: str = "") -> None:
         self.room.end(0, cause, round_id=number)
+
+    def stage(self, number: int) -> None:
+        """Have a version come staged."""
+        copy = self.staging.make_room(make_manifest(number))
+        while not self.staging.reserve(copy):
+            pass
+        self.staging.put_verified(copy)
 
     def told(self) -> list[tuple[str, str]]:
         return [(event.kind, getattr(event, "cause", "")) for event in self.events]
@@ -123,8 +130,23 @@ def test_what_the_workers_have_lost_is_dropped_wherever_it_stands_and_staged_cop
     assert sorted(staging.drop_direct()) == [1, 2, 3] and staging.drop_direct() == []
     assert (staging.taken_number, staging.committed_number, staging.newest_verified) == (0, 0, 0)
     assert not staging._free, "there was no segment"
-    copy = staging.make_room(make_manifest(4))
-    while not staging.reserve(copy):
-        pass
-    staging.put_verified(copy)
+    receiver.stage(4)
     assert staging.drop_direct() == [] and staging.newest_verified == 4
+
+
+def test_what_the_workers_hold_is_the_base_of_direct_differences_alone_until_it_is_lost_or_older(receiver):
+    staging = receiver.staging
+    receiver.begin(1)
+    receiver.end(1)
+    assert (staging.direct_base, staging.base_number) == (1, 0)
+    receiver.room.ask(0)
+    receiver.begin(2, base=1)
+    assert receiver.room.answers[0][-1].base == 1, "the worker is told"
+    receiver.end(2)
+    staging.drop_direct()
+    assert staging.direct_base == 0
+    receiver.begin(3)
+    receiver.end(3)
+    assert staging.find_base(3, make_manifest(3).layout) is None
+    receiver.stage(4)
+    assert (staging.direct_base, staging.base_number) == (0, 4)

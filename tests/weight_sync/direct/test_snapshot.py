@@ -179,3 +179,39 @@ def test_parts_that_lie_elsewhere_are_copied_from_where_they_lie(live_RC):
     assert take(snapshots, 1, live_RC)
     assert take(snapshots, 2, other_RC)
     assert snapshots.open(2, packs(), until()).pack(0).view(torch.float32).tolist() == [2] * 4
+
+
+def test_the_newest_version_that_was_sent_is_kept_as_the_base_of_differences(live_RC):
+    snapshots = Snapshots(RUNTIME, keeps_sent=True)
+    assert take(snapshots, 1, live_RC)
+    snapshots.open(1, packs(), until()).close(is_whole=True)
+    for number in (2, 3):
+        assert take(snapshots, number, live_RC), "2 was not sent, and goes"
+    reading = snapshots.open(3, packs(), until(), base=1)
+    for index in range(ROWS):
+        values = [reading.pack(index), reading.base(index), reading.pack(index)]
+        assert [float(one.view(torch.float32)[0]) for one in values] == [3, 1, 3]
+    assert take(snapshots, 4, live_RC), "a copy more than without differences"
+    assert not [one for one in snapshots._slots if one.number == 1 and not one.num_readers]
+    reading.close(is_whole=True)
+    assert take(snapshots, 5, live_RC)
+    assert {slot.number for slot in snapshots._slots} == {3, 4, 5}, "1 is no base any more"
+
+
+def test_what_was_not_sent_whole_does_not_replace_the_base(live_RC):
+    snapshots = Snapshots(RUNTIME, keeps_sent=True)
+    assert take(snapshots, 1, live_RC)
+    snapshots.open(1, packs(), until()).close(is_whole=True)
+    assert take(snapshots, 2, live_RC)
+    snapshots.open(2, packs(), until(), base=1).close(is_whole=False)
+    assert take(snapshots, 3, live_RC)
+    assert snapshots.open(3, packs(), until(), base=1).base(0) is not None
+
+
+def test_a_base_that_is_not_here_or_lies_elsewhere_is_none(live_RC):
+    snapshots = Snapshots(RUNTIME, keeps_sent=True)
+    assert snapshots.take(1, [Part("w", (ROWS, 4), 1, 0, live_RC[1:])], {"w": "float32"})
+    snapshots.open(1, [], until()).close(is_whole=True)
+    assert take(snapshots, 2, live_RC)
+    for base in (0, 1, 7):
+        assert snapshots.open(2, packs(), until(), base=base).base(0) is None

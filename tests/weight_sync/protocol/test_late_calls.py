@@ -63,6 +63,15 @@ def test_a_receiver_whose_copy_is_withdrawn_says_that_no_replica_attends_until_o
     assert receiver._introduce().hello.attended
 
 
+def test_a_receiver_says_which_version_its_engine_holds_itself_until_that_fails_to_load(
+    receiver: ReceiverService,
+) -> None:
+    receiver._staging.direct_base = 7
+    assert receiver._introduce().hello.direct_base == 7
+    receiver.handle(Asked("loaded", incarnation="a", seq=1, number=7, ok=False, error="half loaded"))
+    assert receiver._introduce().hello.direct_base == 0
+
+
 def test_a_poll_that_finds_no_copy_is_answered_when_its_wait_is_over(receiver: ReceiverService) -> None:
     poll = Asked("next_staged", incarnation="a", serving=0, wait_s=5.0)
     receiver.handle(poll)

@@ -57,7 +57,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         }
         self.everyone = ("a", "b", "c", *self.stripes)
         self.tainted: set[str] = set()
-        self.is_in_turn = False
+        self.is_in_turn, self.num_bases = False, 0
         self.groups: dict[int, tuple[str, ...]] = {}
         self.last_states: dict[tuple[int, str, str], MemberState] = {}
         self.start_coordinator(keep=False)
@@ -119,8 +119,16 @@ class ProtocolMachine(RuleBasedStateMachine):
                 assert order.fields["number"] == coordination.current.number
             elif order.kind == "transfer" and member is not None:
                 groups[order.fields["membership"]].append(f"{order.to}#{member.incarnation}")
+                self.check_base(order, member.incarnation)
         for membership, names in groups.items():
             assert self.groups.setdefault(membership, tuple(names)) == tuple(names)
+
+    def check_base(self, transfer: Order, incarnation: str) -> None:
+        """Differences are to what the member holds, unless it has said something else that is on its way."""
+        receiver = self.receivers.get(transfer.to)
+        if receiver is not None and receiver.incarnation == incarnation and not receiver.reports:
+            assert transfer.fields["base"] in (UNLOADED, receiver.base_of(transfer)), transfer
+            self.num_bases += bool(transfer.fields["base"])
 
     def may_move(self, thread: Thread) -> bool:
         """A broadcast moves once all of its group take part in it and nobody was stopped."""
@@ -272,7 +280,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         token = 1 + self.next_serial()
         fences = self.bosses[-1].coordination.fences if self.bosses else {}
         self.inherited = dict(fences)
-        coordination = Coordination(TIMING, PARALLELISM, token=token, fences=fences, uses_direct=True)
+        coordination = Coordination(TIMING, PARALLELISM, token, True, fences, uses_direct=True)
         self.bosses.append(Boss(coordination))
         for peer in self.peers:
             peer.boss = peer.boss if peer.boss in self.bosses else None

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-from asyncrl.core.staleness import UNLOADED
 from weight_sync.protocol.lanes.stripes import PUBLISHER
 from weight_sync.protocol.members import PublisherInfo
 from weight_sync.protocol.messages import Transfer
@@ -84,7 +83,7 @@ def _transfer_of(
         store_port=publisher.store_port,
         live=live,
         deadline_s=round_.until - now,
-        base=UNLOADED if is_direct else state.common_base(round_.receivers, number),
+        base=state.common_base(round_.receivers, number, is_direct=is_direct),
         folder=f"{publisher.folder}/{number}" if is_by_folder else "",
         afresh=is_by_folder and any(state.members[name].num_failures for name in round_.receivers),
         sources=sources,

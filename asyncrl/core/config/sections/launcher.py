@@ -17,7 +17,7 @@ class WeightSyncSection(Section):
     Versions bring the learner's log-probs of some tokens. A replica compares the first ten versions that it
     loads, and then one every `probe_every` steps, and serves them only if its engine's log-probs have changed
     alike; 0 is never. With `encoding: delta` receivers that hold the version before get what has changed,
-    where that is shorter; publisher and receivers keep one version more in shared memory for it.
+    where that is shorter; publisher, receivers and learner ranks that send keep a version more for it.
 
     With a `folder` that both sides reach, replicas on other hosts than the learner's read versions there
     (`auto`), or all do (`folder`); objects are encrypted. For an object store install its fsspec package.

@@ -27,7 +27,8 @@ BUFFER, FRONT_ENDS, ENGINE_CORES, VERSIONS = (
 )
 """Users of main memory whose size a key of the configuration sets."""
 SNAPSHOTS, STAGES, NUM_DIRECT = "snapshots of versions", "stages of engine workers", 2
-"""With `weight_sync.backend: direct`: versions that ranks keep to send, and that workers hold, at most."""
+"""With `weight_sync.backend: direct`: versions that ranks keep to send, and that workers hold, at most. Ranks
+keep another one as the base of differences; a worker's base is one of the two."""
 UTILIZATION = "gpu_memory_utilization"
 LEARNER_GPU, ROLLOUT_GPU = "each GPU of the learner", "each GPU of a replica"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -134,8 +135,9 @@ def _learner_parts(
         yield Part(LEARNER_GPU if is_on_gpu else HOST, model.what, num_bytes, rule)
     if config.weight_sync.is_direct:
         item, count = ITEM_BYTES[config.model.dtype], 1 if learner.gpus else ranks
-        rule = f"{NUM_DIRECT} x weight {item} bytes / {learner.num_ranks} ranks"
-        num_bytes = NUM_DIRECT * item * num_weights // learner.num_ranks * count
+        num_kept = NUM_DIRECT + config.weight_sync.uses_delta
+        rule = f"{num_kept} x weight {item} bytes / {learner.num_ranks} ranks"
+        num_bytes = num_kept * item * num_weights // learner.num_ranks * count
         where = LEARNER_GPU if learner.gpus else HOST
         yield Part(where, SNAPSHOTS, num_bytes, rule + (f" x {ranks} ranks" if count > 1 else ""))
     for name, size in _trained(config, num_weights, critic_weights).items():
