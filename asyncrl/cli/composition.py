@@ -6,7 +6,6 @@ import msgspec
 
 from asyncrl.control.api.server import ControlApi
 from asyncrl.control.ray.bootstrap import make_launcher
-from asyncrl.control.ray.host import interface_of
 from asyncrl.control.record.live import read_live, write_live
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sinks.opening import open_sinks
@@ -15,6 +14,7 @@ from asyncrl.control.rows.recorder import Recorder
 from asyncrl.control.snapshot import values_of
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.core.service import ServiceContext
+from asyncrl.core.sockets.options import interface_of
 from asyncrl.page.http.routes import page_routes
 
 

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 from asyncrl.core.config.sections.learner import DETERMINISTIC
 from asyncrl.core.config.tree import Config, LearnerSection, RolloutSection
 from asyncrl.core.service import ServiceContext
+from asyncrl.core.sockets.options import INTERFACE_VARIABLES
 from asyncrl.core.variants import backend_facts
 
 RUN_VARIABLE = "ASYNCRL_RUN_ID"
 """Marks every process of a run, so that what is left over can be found and ended by pid."""
-NODE_VARIABLE = "ASYNCRL_NODE"
-"""Tells a service's process of which node of a cluster it is."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,10 @@ class ServiceSpec:
         factory: `module:function` of its composition root.
         context: Context of the service.
         log_path: Its log file.
-        cpus: CPU share that Ray reserves.
-        gpus: GPUs that Ray reserves.
+        cpus: CPU share that Ray reserves on each of its nodes.
+        gpus: GPUs that Ray reserves there.
         environment: Variables set before the process imports anything, see `variables`.
-        node: Ray's id of the node that it must run on; empty leaves that to Ray.
+        node: Ray's id of the node that it must run on, see `NODE_VARIABLE`; empty leaves that to Ray.
     """
 
     factory: str
@@ -67,7 +66,6 @@ LEARNER_ON_GPU = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",
 }
 """Whatever the user's shell says of it."""
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SERVERS = ("buffer.0", "weight_sync.0", "publisher.0")
 """The services that all nodes call; with `launcher.host` the n-th listens on the run's n-th port."""
 
@@ -122,12 +120,13 @@ class Roster:
         )
         sections = {"learner": self.config.learner, "rollout": self.config.rollout}
         section: LearnerSection | RolloutSection | None = sections.get(kind)  # type: ignore[assignment]
+        num_nodes = self.config.rollout.num_nodes if kind == "rollout" else 1
         return ServiceSpec(
             factory=FACTORIES[kind],
             context=context,
             log_path=str(self.run_dir / "logs" / f"{name}.log"),
-            cpus=section.cpus if section else 0.0,
-            gpus=section.gpus if section else 0.0,
+            cpus=section.cpus / num_nodes if section else 0.0,
+            gpus=section.gpus / num_nodes if section else 0.0,
             environment=self._environment(kind, section),
         )
 

@@ -75,11 +75,7 @@ def unpack_map(data: Frame, what: str, max_bytes: int) -> dict[str, Any]:
         raise WireError(f"a {what} of {len(data)} bytes is over the limit of {max_bytes}")
     try:
         fields = msgpack.unpackb(
-            data,
-            raw=False,
-            strict_map_key=True,
-            max_array_len=MAX_ITEMS,
-            max_map_len=MAX_ITEMS,
+            data, raw=False, strict_map_key=True, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS
         )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"a {what} is not msgpack: {error}") from error

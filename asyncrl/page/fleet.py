@@ -79,8 +79,9 @@ class Fleet:
 
     def _by_node(self, names: list[str]) -> list[Group]:
         """Return the nodes with unhealthy replicas, the worst first, and one group of all others."""
-        total = Counter(self._services[name].node or DASH for name in names)
-        bad = Counter(self._services[name].node or DASH for name in names if self._is_unhealthy(name))
+        nodes = {name: (self._services[name].node or DASH).split(",") for name in names}
+        total = Counter(node for name in names for node in nodes[name])
+        bad = Counter(node for name in filter(self._is_unhealthy, names) for node in nodes[name])
         worst = [node for node, _ in sorted(bad.items(), key=lambda item: (-item[1], item[0]))][:MAX_NODES]
         groups = [_group_of(f"{node[:12]}, {bad[node]} unhealthy,", total[node], "warn") for node in worst]
         others = total.keys() - {*worst}

@@ -24,10 +24,11 @@ from asyncrl.cli.doctor.packages import (
 )
 from asyncrl.control.machine.ports import PORTS, HeldPort
 from asyncrl.control.machine.processes import SHM
-from asyncrl.control.ray.host import address_towards, interface_of
+from asyncrl.control.ray.host import address_towards
 from asyncrl.control.ray.launcher import OBJECT_STORE_BYTES, base_folder, temporary_folder
 from asyncrl.control.roster import RUN_VARIABLE, SERVERS
 from asyncrl.core.errors import AsyncrlError
+from asyncrl.core.sockets.options import interface_of
 
 GB = 10**9
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -100,11 +100,12 @@ class ClusterLauncher:
 
     def _lost(self, found: Statuses) -> dict[str, ServiceStatus]:
         """Return the statuses of services whose node is gone, which made others fail."""
-        placed = {name: self._placement.node_of(name) for name in found if found[name].state in TROUBLED}
-        if set(placed.values()) <= {None, self._placement.home}:
+        placed = {name: self._placement.nodes_of(name) for name in found if found[name].state in TROUBLED}
+        if set().union(*placed.values()) <= {self._placement.home}:
             return {}
         living = {node.id for node in self._nodes()}
-        gone = {name: self._loss(node) for name, node in placed.items() if node and node not in living}
+        lost = {name: node for name, nodes in placed.items() for node in nodes if node not in living}
+        gone = {name: self._loss(node) for name, node in lost.items()}
         return {name: ServiceStatus(state=ServiceState.DEAD, error=why) for name, why in gone.items()}
 
     def _left_alone(self, found: Statuses) -> dict[str, ServiceStatus]:
@@ -136,11 +137,12 @@ class ClusterLauncher:
     def kill(self, name: str) -> None:
         """End a service's process now, and give its place back."""
         self._waiting.pop(name, None)
-        node = self._placement.node_of(name)
+        nodes = self._placement.nodes_of(name)
         self._placement.forget(name)
         self._launcher.kill(name)
-        if node is not None and node != self._placement.home:  # home is the supervisor's to clean
-            self._clean(node, name)
+        for node in nodes:
+            if node != self._placement.home:  # home is the supervisor's to clean
+                self._clean(node, name)
 
     def adopt(self) -> set[str]:
         """Adopt the services of an earlier launcher; their first statuses name their nodes."""

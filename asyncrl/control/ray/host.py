@@ -25,18 +25,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
 from msgspec.structs import replace as replace_fields
 
-from asyncrl.control.roster import INTERFACE_VARIABLES, NODE_VARIABLE
 from asyncrl.core.errors import AsyncrlError
 from asyncrl.core.files.log_records import log_to_stderr
 from asyncrl.core.files.private import keep_others_out, make_private
 from asyncrl.core.obstacle import Obstacle
 from asyncrl.core.rpc.message import Done
-from asyncrl.core.service import Service, ServiceContext
+from asyncrl.core.service import NODE_VARIABLE, Service, ServiceContext
 from asyncrl.core.service_command import DumpStacks, pack_answer, read_command
 from asyncrl.core.service_status import ServiceStatus, pack_status
+from asyncrl.core.sockets.options import INTERFACE_VARIABLES, interface_of
 from asyncrl.core.states import ServiceState
 
 log = logging.getLogger(__name__)
@@ -215,11 +214,3 @@ def address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))  # a datagram socket: nothing is sent
         return str(probe.getsockname()[0])
-
-
-def interface_of(host: str) -> str:
-    """Return the name of this machine's interface with that address, empty if there is none."""
-    found = (
-        name for name, addresses in psutil.net_if_addrs().items() for one in addresses if one.address == host
-    )
-    return next(found, "")

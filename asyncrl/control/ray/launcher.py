@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 import psutil
 
-from asyncrl.control.roster import NODE_VARIABLE, RUN_VARIABLE, ServiceSpec
+from asyncrl.control.roster import RUN_VARIABLE, ServiceSpec
 from asyncrl.core.errors import AsyncrlError, DeadlineExceeded, ServiceFailed, WireError
 from asyncrl.core.files.durable import replace_text
 from asyncrl.core.files.private import make_secret
-from asyncrl.core.service import SERVICE_VARIABLE
+from asyncrl.core.service import NODE_VARIABLE, SERVICE_VARIABLE
 from asyncrl.core.service_command import A, Command, pack_command, read_answer
 from asyncrl.core.service_status import ServiceStatus, Statuses, kind_of, read_status
 from asyncrl.core.states import ServiceState
@@ -93,9 +93,11 @@ class RayLauncher:
 
     def start(self, spec: ServiceSpec) -> None:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from asyncrl.control.ray.host import ServiceHost
 
+        first = spec.node.partition(",")[0]
         marks = {RUN_VARIABLE: spec.context.run_id, SERVICE_VARIABLE: spec.name}
         environment = {"OMP_NUM_THREADS": "1", **marks, **spec.variables}
         environment |= {NODE_VARIABLE: spec.node} if spec.node else {}
@@ -108,7 +110,7 @@ class RayLauncher:
             max_concurrency=8,
             max_restarts=0,
             runtime_env={"env_vars": environment},
-            scheduling_strategy=_strategy_of(spec.node),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(first, soft=False) if first else "DEFAULT",
         )
         end = time.monotonic() + NAME_DEADLINE_S
         while True:
@@ -245,12 +247,6 @@ def _death_of(error: Exception) -> str:
     if any(HUNG_UP in line for line in said):
         return KILLED
     return said[0] if said else first
-
-
-def _strategy_of(node: str) -> Any:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return NodeAffinitySchedulingStrategy(node, soft=False) if node else "DEFAULT"
 
 
 def temporary_folder() -> Path:

@@ -3,8 +3,9 @@
 Owns the rule: a service of which a run has one runs at home, the node where `asyncrl up` was called. Learner
 ranks have room before any replica: as many as a node holds, home first. Their nodes have the publishers, in
 the order of the ranks; the first rank on a node writes for those there. A replica, its engine and receiver,
-runs on one node with room for it: the node with the fewest replicas, home last. A receiver that starts again
-goes to the node of its engine. Invariants: no node gets more than it has room for; ranks are placed together.
+runs on one node with room for it: the node with the fewest replicas, home last; an engine over several nodes
+gets all at once, each for an equal part. A receiver that starts again goes to the first node of its engine.
+Invariants: no node gets more than it has room for; ranks are placed together.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from asyncrl.core.config.tree import Config, LearnerSection
 from asyncrl.core.errors import ConfigError
 
 OF_REPLICA = ("rollout", "receiver")
-TOO_LARGE = "A replica's engine runs on one node: lower rollout.gpus or rollout.cpus, or add a larger node"
+TOO_LARGE = (
+    "Lower rollout.gpus or rollout.cpus, add a larger node, or give a replica N of them by "
+    "rollout.engine_args: {nnodes: N}"
+)
 _SLACK = 1e-6
 
 
@@ -32,9 +36,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Claim:
-    """Resources that a service was promised, and their node."""
+    """Resources that a service was promised on each of its nodes, of which the first is its own."""
 
-    node: str
+    nodes: tuple[str, ...]
     cpus: float
     gpus: float
 
@@ -87,8 +91,11 @@ class Placement:
     def __init__(self, home: str, config: Config) -> None:
         self.home = home
         self._learner = config.learner
-        sections = (("learner", config.learner), ("rollout", config.rollout))
-        self._needs = {kind: (section.cpus, section.gpus) for kind, section in sections}
+        count = self._num_nodes = config.rollout.num_nodes
+        self._needs = {
+            "learner": (config.learner.cpus, config.learner.gpus),
+            "rollout": (config.rollout.cpus / count, config.rollout.gpus / count),
+        }
         self._ranks = [f"learner.{rank}" for rank in range(config.learner.num_ranks)]
         self._reserved: set[str] = set()  # ranks with room that were not started there yet
         self._claims: dict[str, Claim] = {}
@@ -97,6 +104,8 @@ class Placement:
 
     def choose(self, nodes: Sequence[Node], name: str, cpus: float = 0.0, gpus: float = 0.0) -> str:
         """Return the id of the node for the service `name`, and remember it until `forget`.
+
+        Those of an engine over several nodes have commas between them; the needs are of each node.
 
         Raises:
             ConfigError: No node has room, or the learner's ranks have none, which come first.
@@ -107,32 +116,39 @@ class Placement:
                 raise ConfigError(f"{name} has no place: home is not among the living nodes")
             self._reserve_ranks(nodes)
             self._reserved.discard(name)
-            return self._claims[name].node
+            return self._claims[name].nodes[0]
         self.forget(name)
         if kind not in OF_REPLICA:
             if is_of_rank(name):
                 self._reserve_ranks(nodes)
             return self._claim(name, self.seat_of(name)[0] if is_of_rank(name) else self.home, cpus, gpus)
         mate = self._claims.get(f"{OF_REPLICA[1 - OF_REPLICA.index(kind)]}.{index}")
-        beside = [node for node in nodes if mate is not None and node.id == mate.node]
-        if not beside:
+        beside = [node for node in nodes if mate is not None and node.id == mate.nodes[0]]
+        count = self._num_nodes if kind == "rollout" else 1
+        if not beside or count > 1:
             self._reserve_ranks(nodes)
-        with_room = [node for node in beside or nodes if self._count_fitting(node, cpus, gpus)]
-        if not with_room:
+        with_room = [node for node in nodes if self._count_fitting(node, cpus, gpus)]
+        chosen = sorted(
+            with_room,
+            key=lambda one: (one not in beside, self._count_replicas(one), one.id == self.home, one.address),
+        )[:count]
+        if len(chosen) < count or (beside and chosen[0] not in beside):
             is_too_large = all(cpus > node.cpus or gpus > node.gpus for node in nodes)
+            where = f"no {count} nodes have" if count > 1 else "no node has"
             raise ConfigError(
-                f"no node has room for {name}, which takes {cpus:g} CPUs and {gpus:g} GPUs: "
+                f"{where} room for {name}, which takes {cpus:g} CPUs and {gpus:g} GPUs"
+                f"{' of each' if count > 1 else ''}: "
                 f"{'; '.join(map(self._describe, nodes)) or 'there are none'}",
                 hint=TOO_LARGE if is_too_large else "Add a node, or ask for fewer replicas",
             )
-        chosen = min(with_room, key=lambda one: (self._count_replicas(one), one.id == self.home, one.address))
-        return self._claim(name, chosen.id, cpus, gpus)
+        return self._claim(name, ",".join(node.id for node in chosen), cpus, gpus)
 
     def forget(self, name: str) -> None:
         """Free the resources reserved for `name`, if any."""
         if (claim := self._claims.pop(name, None)) is not None:
-            del self._claims_on[claim.node][name]
-            self._sums.pop(claim.node, None)
+            for node in claim.nodes:
+                del self._claims_on[node][name]
+                self._sums.pop(node, None)
 
     def recall(self, name: str, node: str) -> None:
         """Record that a service, placed by an earlier supervisor, lives on `node`."""
@@ -141,9 +157,13 @@ class Placement:
             self._claim(name, node, *self._needs.get(name.partition(".")[0], (0.0, 0.0)))
 
     def node_of(self, name: str) -> str | None:
-        """Return the id of the node of a service that was placed."""
+        """Return the id of the node of a service that was placed, the first of several."""
+        return next(iter(self.nodes_of(name)), None)
+
+    def nodes_of(self, name: str) -> tuple[str, ...]:
+        """Return the ids of the nodes of a service, none if it was not placed."""
         claim = self._claims.get(name)
-        return None if claim is None else claim.node
+        return () if claim is None else claim.nodes
 
     def seat_of(self, publisher: str) -> tuple[str, str]:
         """Return the node of a publisher and the rank that writes for it; empty while a rank has no place."""
@@ -162,7 +182,10 @@ class Placement:
 
         Anew for all if one's node is gone, as all are started again then; else for those without one.
         """
-        living, places = {node.id for node in nodes}, {name: self.node_of(name) for name in self._ranks}
+        living, places = (
+            {node.id for node in nodes},
+            {name: self.node_of(name) for name in self._ranks},
+        )
         if living >= set(places.values()):
             return
         is_whole = living >= {node for name, node in places.items() if node and name not in self._reserved}
@@ -186,9 +209,10 @@ class Placement:
 
     def _claim(self, name: str, node: str, cpus: float, gpus: float) -> str:
         self.forget(name)
-        claim = self._claims[name] = Claim(node, cpus, gpus)
-        self._claims_on.setdefault(node, {})[name] = claim
-        self._sums.pop(node, None)
+        claim = self._claims[name] = Claim(tuple(node.split(",")), cpus, gpus)
+        for one in claim.nodes:
+            self._claims_on.setdefault(one, {})[name] = claim
+            self._sums.pop(one, None)
         return node
 
     def _count_fitting(self, node: Node, *needs: float) -> int:

@@ -42,8 +42,7 @@ _DATA = [
 
 _TARGETS = [
     *means(
-        "rows",
-        ("critic/greedy_score/mean", "reward", "Mean reward of the greedy answers (with `remax`)"),
+        "rows", ("critic/greedy_score/mean", "reward", "Mean reward of the greedy answers (with `remax`)")
     ),
     *spread("critic/advantages", "reward", "advantage of a trained token", "trained tokens"),
     *spread(
@@ -113,20 +112,13 @@ _ACTOR = [
         ),
     ),
     Metric(
-        "weights/engine_gap_max",
-        "nats",
-        "Largest |engine - learner| log-prob, on the same tokens",
-        "max",
+        "weights/engine_gap_max", "nats", "Largest |engine - learner| log-prob, on the same tokens", "max"
     ),
     Metric("weights/engine_gap_tokens", "tokens", "Tokens that the two gaps above rest on", "sum"),
     Metric("actor/num_updates", "updates", "Optimizer updates of this step", "mean", "ranks"),
     *means(
         "ranks",
-        (
-            "stream/parts",
-            "parts",
-            "Parts of a streamed batch (`learner.stream`)",
-        ),
+        ("stream/parts", "parts", "Parts of a streamed batch (`learner.stream`)"),
         ("stream/overlapped_s", "s", "Stage time on all parts but the last, which overlaps generation"),
     ),
 ]
@@ -154,7 +146,7 @@ _ADVANTAGE = [
         ("variance_proxy/proxy3_pure_noise", "1", "Larger of 0 and (proxy2 - proxy1) / (rows - 1)"),
         ("variance_proxy/expected_a_squared", "1", "Mean of the squared advantage"),
         ("variance_proxy/expected_w", "1", "Mean of the token weight"),
-    ),
+    )
 ]
 
 _STALENESS = [

@@ -22,9 +22,5 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):  # another libc
         return False
-    settings = {
-        _TRIM_THRESHOLD: KEPT_BYTES,
-        _TOP_PAD: PAD_BYTES,
-        _MMAP_THRESHOLD: LARGEST_KEPT_BLOCK_BYTES,
-    }
+    settings = {_TRIM_THRESHOLD: KEPT_BYTES, _TOP_PAD: PAD_BYTES, _MMAP_THRESHOLD: LARGEST_KEPT_BLOCK_BYTES}
     return all(mallopt(option, value) == 1 for option, value in settings.items())

@@ -10,6 +10,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import zmq
 
 from asyncrl.core import wire
@@ -29,6 +30,7 @@ UNSENT_REPLIES = 512
 this what was read, so half is room for sure: `rpc.server.MAX_TURN`, whose replies may leave at once. With
 256 here, 200 calls in flight lost up to 32 answers."""
 CURVE_DOMAIN = b"asyncrl"
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def num_waiting(limits: Limits) -> int:
@@ -50,6 +52,14 @@ def stays_here(address: str) -> bool:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:  # a name, an interface, or every interface: who knows where that leads
         return False
+
+
+def interface_of(host: str) -> str:
+    """Return the name of this machine's interface with that address, empty if there is none."""
+    found = (
+        name for name, addresses in psutil.net_if_addrs().items() for one in addresses if one.address == host
+    )
+    return next(found, "")
 
 
 def refuse_plain(address: str, keys: ServerKeys | ClientKeys | None) -> None:

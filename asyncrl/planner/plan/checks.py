@@ -63,6 +63,11 @@ def find_notes(config: Config) -> Iterator[str]:
             f"rollout.kv_cache recompute: at each version an engine computes up to {tokens:,} tokens again "
             "(rollout.max_sequences x tokens of a row; 'plan --simulate' tells seconds); keep: none"
         )
+    if rollout.num_nodes > 1:
+        yield (
+            f"rollout.engine_args: nnodes {rollout.num_nodes}: an engine is paused while a version goes "
+            "from its first node to the others, and what workers exchange for a token crosses the network"
+        )
     if (learner := config.learner).offload and learner.gpus:
         cores, num_weights = max(1, int(learner.cpus)), shared_memory.count_weights(config.model.path) or 0
         seconds = num_weights / learner.num_ranks / cores / 1e9 * HOST_ADAMW_S
@@ -164,6 +169,22 @@ def check_cut_of_engine(config: Config) -> Iterator[str]:
         yield from sizes.find_uneven_engine(config, size)
 
 
+def check_nodes_of_replica(config: Config) -> Iterator[str]:
+    """Say what does not go with replicas over several nodes."""
+    rollout, key = config.rollout, "rollout.engine_args: nnodes"
+    count = rollout.engine_args.get("nnodes", 1)
+    if count != rollout.num_nodes or isinstance(count, bool):
+        yield f"{key} is {count!r}; give the number of nodes of a replica"
+    if rollout.num_nodes == 1:
+        return
+    if not config.launcher.is_cluster:
+        yield f"{key} {count} is for a cluster; set launcher.ray to the address of one"
+    if rollout.gpus % rollout.num_nodes:
+        yield f"{key} {count} does not divide rollout.gpus: {rollout.gpus:g}; each node gets as many"
+    if config.weight_sync.is_direct:
+        yield f"{key} {count}: weight_sync.backend: direct reaches workers of one node; set auto"
+
+
 def check_shares(config: Config) -> Iterator[str]:
     """Say what does not go with a share of a GPU."""
     learner, rollout, share = config.learner, config.rollout, memory_share(config.rollout.gpus)
@@ -217,6 +238,7 @@ PORTABLE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_cut_of_engine,
     check_heads,
     check_long_rows,
+    check_nodes_of_replica,
     check_shares,
     names.check_algorithm,
     names.check_rewards,

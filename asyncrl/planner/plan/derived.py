@@ -85,6 +85,9 @@ def derive(config: Config) -> list[Derived]:
         found.append(Derived("last learning rate", last, "learner.lr x the ratio of learner.lr_schedule"))
     if rollout.replicas.is_elastic or rollout.standby:
         found.append(Derived("rollout replicas", _range(config), "rollout.replicas, rollout.standby"))
+    if rollout.num_nodes > 1:
+        rule = "rollout.engine_args: nnodes; each has its part of rollout.gpus and rollout.cpus"
+        found.append(Derived("nodes of a replica", rollout.num_nodes, rule))
     is_shared, why = choose_prefix_caching(config)
     found.append(Derived("prefix caching", "on" if is_shared else "off", why))
     if (engine := engine_facts(config.rollout.engine)).logprob_tolerance:

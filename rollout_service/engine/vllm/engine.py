@@ -17,8 +17,11 @@ import difflib
 import gc
 import importlib.metadata
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+import os
+import signal
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -32,6 +35,7 @@ from rollout_service.engine.vllm.core import process
 from rollout_service.engine.vllm.core.process import CoreLog
 from rollout_service.engine.vllm.environment import prepare_environment
 from rollout_service.engine.vllm.features import check_features
+from rollout_service.engine.vllm.nodes.peers import Peers
 from rollout_service.engine.vllm.objects import AsyncLLM, TokenPrompt
 from rollout_service.engine.vllm.plugin import BACKEND, OTHER_WORKER, REFUSED, REPORT, WORKER_EXTENSION
 
@@ -67,9 +71,11 @@ class VllmSettings:
         recomputes_kv_cache: After a swap, compute the KV cache of running requests anew.
         caches_prefixes: Share the KV cache of equal prompts, within one version. What a request is
             sampled from then depends a little on what ran before it.
-        num_gpus: Tensor-parallel size; 0 runs on CPU.
+        num_gpus: Tensor-parallel size, over all its nodes; 0 runs on CPU.
         memory_share: Of its GPU's memory, if others are on that GPU too.
         cpu_workers: Tensor-parallel size on CPU; each is a process of its own.
+        further_nodes: Ray's ids of the nodes beside this one, each with as many workers.
+        num_cpus: That Ray reserves on each of those.
         seed: Seeds the engine; requests carry their own seeds.
         engine_args: Further arguments of `AsyncEngineArgs`.
     """
@@ -84,6 +90,8 @@ class VllmSettings:
     num_gpus: int = 0
     memory_share: float | None = None
     cpu_workers: int = 1
+    further_nodes: Sequence[str] = ()
+    num_cpus: float = 0.0
     seed: int = 0
     engine_args: Mapping[str, object] = field(default_factory=dict)
 
@@ -104,6 +112,9 @@ class VllmEngine:
         self._running: set[str] = set()
         self._has_open_update = False
         self._child_pids: list[int] = []
+        nodes = settings.further_nodes
+        num_gpus = settings.num_gpus / (1 + len(nodes))
+        self._peers = Peers(nodes, settings.num_cpus, num_gpus) if nodes else None
 
     @property
     def serving(self) -> PolicyVersion:
@@ -138,15 +149,24 @@ class VllmEngine:
             process.start_forkserver()
         before = set(_children())
         try:
-            self._llm = _start_async_llm(self._settings)
+            self._llm = _start_async_llm(self._settings, partial(self._spread, before))
         except (ValueError, RuntimeError, OSError) as error:
             what = f"vLLM cannot start with {self._settings.model}: {self._why(error)}"
             raise EngineError(what) from error
+        finally:
+            if self._peers is not None:
+                self._peers.meet()
         self._child_pids = sorted(set(_children()) - before)
         await self._check_modules()
         await self._control(self.client.update_weight_version(str(UNLOADED)), "the first label")
         self._is_loaded = True
         await self._warm_up()
+
+    def _spread(self, before: Collection[int], arguments: dict[str, object]) -> dict[str, object]:
+        """Start the engine's part on further nodes; return the arguments of the part here."""
+        if self._peers is None:
+            return arguments
+        return self._peers.start(arguments, lambda: _kill(set(_children()).difference(before)))
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         """Sample one response; cancelling the call aborts the request in the engine."""
@@ -227,7 +247,8 @@ class VllmEngine:
     async def _load(self, number: int, update: object, num_bytes: int) -> None:
         """Load on all workers, or raise what the first of them says. The label stays as it was."""
         llm, what = self.client, f"the load of version {number}"
-        within_s = CONTROL_DEADLINE_S + num_bytes / LOAD_BYTES_PER_S
+        num_nodes = 1 + len(self._settings.further_nodes)  # that a version is sent to one after another
+        within_s = CONTROL_DEADLINE_S + num_nodes * num_bytes / LOAD_BYTES_PER_S
         if self._has_open_update:  # an earlier load, or only its start, outlasted its deadline
             try:
                 await self._control(llm.finish_weight_update(), "the end of an earlier load")
@@ -256,6 +277,8 @@ class VllmEngine:
             with contextlib.suppress(psutil.NoSuchProcess):  # vLLM 0.32 kills a core that ends at that moment
                 self._llm.shutdown(timeout=SHUTDOWN_S)
             self._llm = None
+        if self._peers is not None:
+            self._peers.close()
 
     async def _final_output(
         self, prompt_ids: list[int], sampling: Sampling, request_id: str
@@ -314,12 +337,15 @@ class VllmEngine:
 
     def death(self, where: str = "") -> EngineDied:
         """Return the error of an engine whose core is gone, with what the core died of."""
-        why = self._log.last_exception()
+        why = self._loss() or self._log.last_exception()
         return EngineDied(f"vLLM died{where}{f': {why}' if why else ''}")
 
     def _why(self, error: BaseException) -> str:
         """Return what the engine core died of; `error` only says where to look for it."""
-        return self._log.last_exception() or _describe(error)
+        return self._loss() or self._log.last_exception() or _describe(error)
+
+    def _loss(self) -> str:
+        return self._peers.loss if self._peers is not None else ""
 
     async def _warm_up(self) -> None:
         """Run a full batch, because vLLM's first calls take seconds."""
@@ -331,7 +357,9 @@ class VllmEngine:
         gc.freeze()  # vLLM's import leaves millions of objects that no collection needs to visit again
 
 
-def _start_async_llm(settings: VllmSettings) -> AsyncLLM:
+def _start_async_llm(
+    settings: VllmSettings, spread: Callable[[dict[str, object]], dict[str, object]] = dict
+) -> AsyncLLM:
     import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine import async_llm as vllm_client
@@ -347,7 +375,7 @@ def _start_async_llm(settings: VllmSettings) -> AsyncLLM:
                 f"rollout.engine_args: vLLM {vllm.__version__} has no {', '.join(unknown)}",
                 hint=f"Near it: {', '.join(close)}" if close else "See 'vllm serve --help=all'",
             )
-        arguments = AsyncEngineArgs(**_engine_arguments(settings))
+        arguments = AsyncEngineArgs(**spread(_engine_arguments(settings)))
         client: AsyncLLM = vllm_client.AsyncLLM.from_engine_args(arguments)
         return client
 
@@ -433,6 +461,13 @@ def _children() -> list[int]:
     import psutil
 
     return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+def _kill(pids: Collection[int]) -> None:
+    """End processes of the engine that wait for workers which are gone."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _describe(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from asyncrl.core.config.gpus import memory_share
 from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config
+from asyncrl.core.service import NODE_VARIABLE
 from rollout_service.engine.protocol import Engine, EngineVariant
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def settings_of(config: Config) -> VllmSettings:
     from rollout_service.engine.vllm.engine import VllmSettings
 
     rollout = config.rollout
+    nodes = os.environ.get(NODE_VARIABLE, "").split(",")
     return VllmSettings(
         model=config.model.path,
         dtype=config.model.dtype,
@@ -54,12 +56,15 @@ def settings_of(config: Config) -> VllmSettings:
         caches_prefixes=choose_prefix_caching(config)[0],
         num_gpus=math.ceil(rollout.gpus),
         memory_share=memory_share(rollout.gpus),
+        cpu_workers=len(nodes),
+        further_nodes=nodes[1:],
+        num_cpus=rollout.cpus / len(nodes),
         seed=config.run.seed,
-        engine_args=rollout.engine_args,
+        engine_args={name: value for name, value in rollout.engine_args.items() if name != "nnodes"},
     )
 
 
-_PLACEMENT = "a replica is one engine, sharded over rollout.gpus"
+_PLACEMENT = "a replica is one engine, sharded over rollout.gpus on nnodes nodes"
 _WEIGHTS = "weight sync loads the weights of each version"
 _PROBABILITIES = "log-probs must be those of the trained weights, as sampled"
 _IDENTITY = "a replica serves the model and the tokenizer of model.path"
@@ -81,9 +86,11 @@ OWNED_ARGS = {
     "tensor_parallel_size": "it is rollout.gpus",
     **dict.fromkeys(
         (
-            *("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "nnodes"),
+            *("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "node_rank"),
             *(
                 "distributed_executor_backend",
+                "master_addr",
+                "master_port",
                 "worker_cls",
                 "scheduler_cls",
                 "enable_expert_parallel",

@@ -37,6 +37,7 @@ from asyncrl.core.sockets.keys import ClientKeys
 from rollout_service.engine.checkpoint import read_tensors
 from rollout_service.engine.probe import measure_logprobs
 from rollout_service.engine.probe_check import ProbeCheck
+from rollout_service.engine.vllm.nodes.relay import Relay
 from rollout_service.engine.vllm.plugin import OTHER_WORKER
 from rollout_service.engine.vllm.reload import find_refused, find_shared, reload
 from rollout_service.engine.vllm.worker_seat import WorkerSeat
@@ -139,9 +140,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             # Generation is paused: a layout like that of the version before is not parsed anew.
             manifest = self._newest = Manifest.from_bytes(update_info.manifest, self._newest)
             self._check(manifest)
-            tensors = self._open(manifest, update_info.path)
-        with self._together("load"), self._seat.taken_after(update_info.desk_address, tensors):
-            self._load(manifest.version.number, tensors)
+        with self._carried(update_info.path, manifest) as path:
+            with self._together("open the version"):
+                tensors = self._open(manifest, path)
+            with self._together("load"), self._seat.taken_after(update_info.desk_address, tensors):
+                self._load(manifest.version.number, tensors)
         if manifest.probe is not None:
             with self._together("match the probe"):
                 measure = partial(measure_logprobs, self.model, self.vllm_config)
@@ -151,6 +154,13 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     def shutdown(self) -> None:
         """Give up the seat: no other resource outlives an update."""
         self._seat.leave()
+
+    def _carried(self, path: str, manifest: Manifest) -> AbstractContextManager[str]:
+        """Bring the file, if there is one, to this worker's node."""
+        per_node = self.parallel_config.local_world_size
+        if not path or per_node == self.parallel_config.world_size:
+            return nullcontext(path)
+        return Relay(get_world_group().cpu_group, per_node, self._together).carried(path, manifest)
 
     def _open(self, manifest: Manifest, path: str) -> Tensors:
         """Return the tensors of the file, or those of this worker's stage, which are made one by one."""

@@ -42,7 +42,7 @@ def test_a_new_supervisor_counts_what_the_services_it_found_were_started_with() 
     for name in ("buffer.0", "publisher.0", "learner.0", "rollout.0", "receiver.0"):
         known, spec = Placement("home", config), roster.spec(name)
         known.recall(name, "home")
-        assert known._claims[name] == Claim("home", spec.cpus, spec.gpus)
+        assert known._claims[name] == Claim(("home",), spec.cpus, spec.gpus)
     placement = Placement("home", config)
     placement.recall("learner.0", "home")
     assert placement.choose((HOME, B), "rollout.0", cpus=1, gpus=2) == "b"
@@ -77,7 +77,7 @@ def test_a_replica_of_several_gpus_has_all_of_them_on_one_node(gpus: int) -> Non
     assert all(found.count(node.id) == per_node for node in nodes)
     with pytest.raises(ConfigError, match="Add a node, or ask for fewer replicas"):
         placement.choose(nodes, "rollout.99", cpus=1, gpus=gpus)
-    with pytest.raises(ConfigError, match=r"runs on one node: lower rollout\.gpus"):
+    with pytest.raises(ConfigError, match=r"Lower rollout\.gpus.* or give a replica N of them"):
         placement.choose(nodes, "rollout.99", cpus=1, gpus=16)
 
 
@@ -130,7 +130,7 @@ def test_what_an_earlier_supervisor_placed_takes_its_room() -> None:
     placement = Placement("home", Config(**SECTIONS, learner={"cpus": 0}, rollout={"cpus": 8, "gpus": 1}))
     placement.recall("rollout.0", "b")
     placement.recall("rollout.0", "c")
-    assert placement.node_of("rollout.0") == "b"
+    assert placement.nodes_of("rollout.0") == ("b",)
     assert placement.choose(NODES, "rollout.1", cpus=8.0, gpus=1.0) == "c"
     assert placement.choose(NODES, "receiver.0") == "b"
 
@@ -222,7 +222,7 @@ def test_ranks_that_run_stay_where_they_are_while_another_looks_for_a_place() ->
     placement.choose((HOME, B, C), "rollout.0", gpus=2)
     assert ranks_of(placement, 2) == ["b", "home"]
     assert placement.choose((HOME, C), "learner.1") == "home", "all are placed anew when a node is gone"
-    assert placement.node_of("learner.0") == "home"
+    assert placement.nodes_of("learner.0") == ("home",)
 
 
 def test_no_rank_has_a_place_while_home_is_gone() -> None:

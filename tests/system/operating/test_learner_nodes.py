@@ -1,32 +1,29 @@
 """A learner over two Ray nodes with a replica on a third, and the death of one of them in mid-step.
 
-Three Ray nodes on this machine. The learner's second node has a `/dev/shm` and a run folder of its own, in a
-mount namespace, where this user may make one; the network between them and the disk below are the same.
+Three Ray nodes on this machine, of which the learner's second one can be killed.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from asyncrl.core.runtime.faults import VARIABLE
+from tests.system.parts.ray_node import (
+    CAN_MOUNT,
+    MEMORY_BYTES,
+    RayNode,
+    addresses_of,
+    events_of,
+    obstacles_of,
+)
 from tests.system.parts.up_run import UpRun, asyncrl_command, leftovers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
-MEMORY_BYTES = 80 << 20
-OWN_MOUNTS = 'mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs "$1" && shift && exec "$@"'
-CAN_MOUNT = subprocess.run(["unshare", "-m", "true"], check=False).returncode == 0
 SECOND = "127.0.0.2"
 STEP_S = 400.0
 
@@ -43,49 +40,13 @@ def cluster() -> Iterator[Any]:
     found.shutdown()
 
 
-class SecondNode:
-    """The Ray node that holds the learner's second rank."""
-
-    def __init__(self, address: str, hidden: Path, fault: str) -> None:
-        start = ("start", f"--address={address}", f"--node-ip-address={SECOND}", "--num-cpus=1", "--block")
-        command = [sys.executable, "-m", "ray.scripts.scripts", *start]
-        command += [f"--object-store-memory={MEMORY_BYTES}"]
-        if CAN_MOUNT:
-            command = ["unshare", "-m", "sh", "-c", OWN_MOUNTS, "sh", str(hidden), *command]
-        environment = os.environ | ({VARIABLE: fault} if fault else {})
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen(command, env=environment, **quiet)  # type: ignore[call-overload]
-
-    def kill_raylet(self) -> None:
-        """End its raylet at once, as a machine that loses power does."""
-        started = psutil.Process(self._process.pid).children(recursive=True)
-        (raylet,) = (one for one in started if one.name() == "raylet")
-        os.kill(raylet.pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        """End what is left of it."""
-        left = [self._process.pid]
-        if self._process.poll() is None:
-            left += [one.pid for one in psutil.Process(self._process.pid).children(recursive=True)]
-        for pid in left:
-            with_pid = psutil.Process(pid) if psutil.pid_exists(pid) else None
-            if with_pid is not None:
-                with_pid.kill()
-        self._process.wait(30.0)
-
-
 @pytest.fixture
-def second_node(cluster: Any, runs_dir: Path) -> Iterator[Callable[..., SecondNode]]:
+def second_node(cluster: Any, runs_dir: Path) -> Iterator[Callable[..., RayNode]]:
     """Return a function that starts the node for a run of that name; a fault is for the services on it."""
-    started: list[SecondNode] = []
+    started: list[RayNode] = []
 
-    def start(name: str, fault: str = "") -> SecondNode:
-        (runs_dir / name).mkdir(exist_ok=True)
-        started.append(SecondNode(cluster.address, runs_dir / name, fault))
-        end = time.monotonic() + 120.0
-        while len([one for one in ray_nodes(cluster.address) if one["Alive"]]) < 3:
-            assert time.monotonic() < end, "the second node has not joined"
-            time.sleep(1.0)
+    def start(name: str, fault: str = "") -> RayNode:
+        started.append(RayNode.joined(cluster.address, SECOND, runs_dir / name, 3, fault))
         return started[-1]
 
     yield start
@@ -93,41 +54,9 @@ def second_node(cluster: Any, runs_dir: Path) -> Iterator[Callable[..., SecondNo
         node.end()
 
 
-def ray_nodes(address: str) -> list[dict[str, Any]]:
-    """Return the nodes that Ray knows."""
-    from ray._private.state import GlobalState
-    from ray._raylet import GcsClientOptions
-
-    state = GlobalState()
-    state._initialize_global_state(GcsClientOptions.create(address, None, True, False))
-    try:
-        return list(state.node_table())
-    finally:
-        state.disconnect()
-
-
-def addresses_of(cluster: Any, status: dict[str, Any]) -> dict[str, str]:
-    """Return the address of the node that each service's process says it is on."""
-    address_of = {one["NodeID"]: one["NodeManagerAddress"] for one in ray_nodes(cluster.address)}
-    return {
-        name: address_of[psutil.Process(found["pid"]).environ()["ASYNCRL_NODE"]]
-        for name, found in status["services"].items()
-        if found.get("pid")
-    }
-
-
-def events_of(run: UpRun) -> list[str]:
-    lines = (run.folder / "events.jsonl").read_text().splitlines()
-    return [str(json.loads(line).get("text")) for line in lines]
-
-
-def obstacles_of(status: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(one["service"], one["cause"]) for one in status.get("obstacles", ())]
-
-
 @pytest.mark.parametrize("layout", ["tp", "dp"])
 def test_a_learner_over_two_nodes_outlives_the_death_of_one_in_mid_step(
-    layout: str, cluster: Any, second_node: Callable[[str], SecondNode], up: Callable[..., UpRun]
+    layout: str, cluster: Any, second_node: Callable[[str], RayNode], up: Callable[..., UpRun]
 ) -> None:
     name = f"nodes_{layout}"
     node = second_node(name)
@@ -143,7 +72,7 @@ def test_a_learner_over_two_nodes_outlives_the_death_of_one_in_mid_step(
         "weight_sync.probe_every=1",
     )
     status = run.wait_for(lambda found: found["step"] >= 5, deadline_s=STEP_S)
-    places = addresses_of(cluster, status)
+    places = addresses_of(cluster.address, status)
     assert places["learner.1"] == SECOND and places["rollout.0"] == places["receiver.0"] == "127.0.0.3"
     home = {name for name in places if places[name] not in (SECOND, "127.0.0.3")}
     assert {"buffer.0", "weight_sync.0", "publisher.0", "learner.0"} <= home
@@ -183,7 +112,7 @@ def end_and_verify(run: UpRun) -> None:
 
 
 def test_a_publisher_that_dies_while_it_sends_its_stripe_is_started_again_alone(
-    cluster: Any, second_node: Callable[..., SecondNode], up: Callable[..., UpRun]
+    cluster: Any, second_node: Callable[..., RayNode], up: Callable[..., UpRun]
 ) -> None:
     """On the learner's second node, at the first bucket of its stripe of version 4."""
     second_node("stripes", "publisher.bucket@4.0")
@@ -201,7 +130,7 @@ def test_a_publisher_that_dies_while_it_sends_its_stripe_is_started_again_alone(
     run.wait_for(lambda found: found["step"] >= 5, deadline_s=STEP_S)
     again = run.wait_for(lambda found: found["services"]["publisher.1"].get("restarts"), deadline_s=120.0)
     status = run.wait_for(lambda found: found["step"] > again["step"] + 5, deadline_s=STEP_S)
-    places = addresses_of(cluster, status)
+    places = addresses_of(cluster.address, status)
     assert (places["publisher.1"], places["learner.1"]) == (SECOND, SECOND)
     assert places["publisher.0"] == places["learner.0"] != SECOND
     died = [text for text in events_of(run) if text.startswith("publisher.")]

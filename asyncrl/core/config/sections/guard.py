@@ -113,9 +113,7 @@ class GuardSection(Section):
     z_score: Annotated[float, Field(gt=0)] = 8.0
     """[1] Robust deviations from the usual at which a finding is severe."""
     limits: Annotated[
-        Mapping[str, LimitSection | None],
-        BeforeValidator(with_default_limits),
-        AfterValidator(check_names),
+        Mapping[str, LimitSection | None], BeforeValidator(with_default_limits), AfterValidator(check_names)
     ] = DEFAULT_LIMITS
     """Limits of metrics besides the usual ones. For example: {actor/grad_norm: {max: 5.0}, actor/entropy:
     null}

@@ -169,6 +169,12 @@ class RolloutSection(Section):
     ] = None
     """Environment that answers between the model's turns. For example: {name: tools, tools: [calculator]}"""
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes over which each replica's engine is cut; `engine_args` says it by vLLM's name."""
+        asked = self.engine_args.get("nnodes", 1)
+        return asked if isinstance(asked, int) and asked > 0 else 1
+
 
 class EvalSection(Section):
     """Evaluation on held-out prompts, sampled at `temperature`, by replicas pinned to one version.

@@ -29,6 +29,7 @@ BUFFER, FRONT_ENDS, ENGINE_CORES, VERSIONS = (
 SNAPSHOTS, STAGES, NUM_DIRECT = "snapshots of versions", "stages of engine workers", 2
 """With `weight_sync.backend: direct`: versions that ranks keep to send, and that workers hold, at most. Ranks
 keep another one as the base of differences; a worker's base is one of the two."""
+RELAYED = "a version while it is loaded"
 UTILIZATION = "gpu_memory_utilization"
 LEARNER_GPU, ROLLOUT_GPU = "each GPU of the learner", "each GPU of a replica"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -203,6 +204,9 @@ def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> It
     if config.weight_sync.is_direct and num_weights is not None:
         rule = f"{NUM_DIRECT} x weight {item} bytes{each}"
         yield Part(HOST, STAGES, NUM_DIRECT * item * num_weights * replicas, rule)
+    if rollout.num_nodes > 1 and num_weights is not None:
+        rule = f"weight {item} bytes, on each further node of a replica{each}"
+        yield Part(HOST, RELAYED, item * num_weights * replicas, rule)
     if rollout.gpus:
         if num_weights is not None:
             num_gpus = math.ceil(rollout.gpus)

@@ -81,8 +81,9 @@ def find_lacks(
 
 
 def find_uneven_engine(config: Config, size: ModelSize) -> Iterator[str]:
-    """Say if the engine cannot be cut over the GPUs of a replica: vLLM gives each GPU whole heads."""
-    gpus, heads, kv_heads = math.ceil(config.rollout.gpus), size.num_heads, size.num_key_value_heads
+    """Say if the engine cannot be cut over a replica's GPUs, or nodes: vLLM gives each whole heads."""
+    gpus = math.ceil(config.rollout.gpus) or config.rollout.num_nodes
+    heads, kv_heads = size.num_heads, size.num_key_value_heads
     if gpus < 2:
         return
     if heads % gpus:

@@ -1,0 +1,1 @@
+"""A replica's further nodes: the executors there, and how a version gets to their workers."""
