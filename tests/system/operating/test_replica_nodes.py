@@ -1,7 +1,7 @@
 """A replica whose engine has its workers on two Ray nodes, and the death of one of them in mid-generation.
 
-Three Ray nodes on this machine. The real vLLM, tensor-parallel over gloo on CPU: the replica's second node has a
-`/dev/shm` of its own where this user may give it one, so that each version must be sent there.
+Three Ray nodes on this machine. The real vLLM, tensor-parallel over gloo on CPU. The nodes have a
+`/dev/shm` of their own where this user may give them one, so that each version must be sent on.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def test_a_replica_over_two_nodes_follows_versions_and_the_death_of_a_node_ends_
     assert any(f"the node {lost}" in text and "with it" in text and "rollout.0" in text for text in told), (
         told
     )
-    assert any("no 2 nodes have room for rollout.0" in text for text in told), told
+    supervisor = (run.folder / "logs" / "supervisor.0.log").read_text()
+    assert "rollout.0 waits: no 2 nodes have room for rollout.0" in supervisor
     assert waiting["ledger"]["residue"] == 0
 
     nodes[lost].end()

@@ -1,7 +1,7 @@
 """A Ray node on this machine in processes of its own, to be killed by pid; what a run says of its nodes.
 
-It has a `/dev/shm` and a run folder of its own, in a mount namespace, where this user may make one; the network
-between nodes and the disk below are the same.
+It has a `/dev/shm` and a run folder of its own, in a mount namespace, where this user may make one; the
+network between nodes and the disk below are the same.
 """
 
 from __future__ import annotations

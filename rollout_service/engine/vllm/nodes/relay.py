@@ -43,6 +43,8 @@ class Relay:
     def carried(self, path: str, manifest: Manifest) -> Iterator[str]:
         """Yield the path of a file of this node with the version that rank 0 has at `path`.
 
+        The block opens it together with the others: the file goes with the block of a neighbour.
+
         Raises:
             SyncError: Rank 0 cannot read it, or another node has no room for it or got other bytes.
         """
@@ -62,9 +64,8 @@ class Relay:
         try:
             yield f"/proc/{process}/fd/{descriptor}" if rank >= self.per_node else path
         finally:
-            with self.together("end the relay"):  # before that a neighbour may not have mapped it yet
-                if memory is not None and rank:
-                    os.close(memory.descriptor)
+            if memory is not None and rank:
+                os.close(memory.descriptor)
 
     def _prepare(self, path: str, manifest: Manifest) -> _Memory:
         """Map the file on the first node, make room on another."""
