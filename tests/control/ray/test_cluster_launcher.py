@@ -202,6 +202,24 @@ def test_what_a_killed_service_has_left_on_another_node_is_cleaned_up_there(
     assert cleaned == [("b", "receiver.0"), ("b", "rollout.0")]
 
 
+def test_an_engine_over_nodes_is_lost_with_any_of_them_and_cleaned_up_on_each(
+    nodes: list[Node], cleaned: Cleaned
+) -> None:
+    config = Config(**SECTIONS, learner={"cpus": 0}, rollout={"engine_args": {"nnodes": 3}})
+    inner, third = SpreadLauncher(), Node("c", "10.0.0.3", cpus=1.0)
+    nodes.append(third)
+    launcher = ClusterLauncher(inner, Placement("home", config), lambda: nodes, cleaned)
+    launcher.start(spec("rollout.0", cpus=1.0))
+    assert inner.running == {"rollout.0": "b,c,home"}
+    inner.troubled["rollout.0"] = {"state": "FAILED", "error": "its workers are gone"}
+    assert launcher.statuses(["rollout.0"], 1.0)["rollout.0"].error == "its workers are gone"
+    nodes.remove(third)
+    lost = launcher.statuses(["rollout.0"], 1.0)["rollout.0"]
+    assert lost.state == "DEAD" and "the node 10.0.0.3 (c) is gone, and with it rollout.0" in lost.error
+    launcher.kill("rollout.0")
+    assert cleaned == [("b", "rollout.0"), ("c", "rollout.0")]
+
+
 def test_runs_of_one_name_in_different_folders_have_namespaces_of_their_own() -> None:
     here, there = (
         CLUSTER.model_copy(update={"run": CLUSTER.run.model_copy(update={"dir": folder})})

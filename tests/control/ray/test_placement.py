@@ -273,3 +273,40 @@ def groups_of(learner: LearnerSection) -> list[tuple[int, list[list[int]]]]:
     of_stage = [list(range(at, at + width)) for at in range(0, learner.num_ranks, width)]
     of_matrix = [list(range(at, at + learner.tp)) for at in range(0, learner.num_ranks, learner.tp)]
     return [(width * learner.pp, of_copy), (width, of_stage), (learner.tp, of_matrix)]
+
+
+OVER_TWO = Config(
+    **SECTIONS, learner={"cpus": 0}, rollout={"cpus": 8, "gpus": 4, "engine_args": {"nnodes": 2}}
+)
+
+
+def test_an_engine_over_two_nodes_takes_its_part_of_each_and_gives_both_back() -> None:
+    placement = Placement("home", OVER_TWO)
+    assert place(placement, 1, cpus=4.0, gpus=2.0) == ["b,c"]
+    assert placement.choose(NODES, "receiver.0") == "b"
+    assert placement.placed_on("c") == ["rollout.0"]
+    with pytest.raises(
+        ConfigError, match=r"no 2 nodes have room for rollout\.1, .* 2 GPUs of each: .*Add a node"
+    ):
+        placement.choose(NODES, "rollout.1", cpus=4.0, gpus=2.0)
+    placement.forget("rollout.0")
+    assert placement.choose(NODES, "rollout.1", cpus=4.0, gpus=2.0) == "b,c"
+
+
+def test_an_engine_over_two_nodes_stays_with_its_receiver_and_waits_for_the_learner() -> None:
+    placement = Placement("home", OVER_TWO)
+    placement.choose((HOME, C), "receiver.0")
+    assert placement.choose(NODES, "rollout.0", cpus=4.0, gpus=2.0) == "c,b"
+    learner = Config(**SECTIONS, learner={"dp": 4, "gpus": 1}, rollout=OVER_TWO.rollout)
+    with pytest.raises(ConfigError, match=r"no 2 nodes have room for rollout\.0"):
+        Placement("home", learner).choose(NODES, "rollout.0", gpus=2.0)
+
+
+def test_a_new_supervisor_counts_an_engine_on_all_its_nodes() -> None:
+    placement, spec = Placement("home", OVER_TWO), Roster(OVER_TWO, Path("runs/a"), "id", Path("s"), "").spec
+    placement.recall("rollout.0", "c,b")
+    assert placement.nodes_of("rollout.0") == ("c", "b") and placement.placed_on("b") == ["rollout.0"]
+    assert placement._claims["rollout.0"] == Claim(("c", "b"), spec("rollout.0").cpus, spec("rollout.0").gpus)
+    assert (spec("rollout.0").cpus, spec("rollout.0").gpus) == (4.0, 2.0)
+    with pytest.raises(ConfigError, match=r"no 2 nodes have room for rollout\.1"):
+        placement.choose(NODES, "rollout.1", cpus=4.0, gpus=2.0)
