@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 MAXIMA: Mapping[str, int] = {
-    "asyncrl": 82,
+    "asyncrl": 81,
     "learner": 8,
     "rollout_service": 1,
     "weight_sync": 10,

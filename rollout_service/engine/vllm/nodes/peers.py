@@ -16,7 +16,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from asyncrl.core.files.log_records import log_to_stderr
 from asyncrl.core.files.private import keep_others_out, make_private
@@ -39,7 +38,7 @@ class Peers:
 
     def __init__(self, nodes: Sequence[str], cpus: float, gpus: float) -> None:
         self._nodes, self._cpus, self._gpus = nodes, cpus, gpus
-        self._actors: list[Any] = []
+        self._actors: list[object] = []
         self._port: socket.socket | None = None
         self._is_closed = threading.Event()
         self.loss = ""
@@ -98,7 +97,7 @@ class Peers:
                 ray.kill(actor)
             self._actors = []
 
-    def _watch(self, running: dict[Any, int], on_loss: Callable[[], None]) -> None:
+    def _watch(self, running: dict[object, int], on_loss: Callable[[], None]) -> None:
         import ray
         import ray.exceptions
 

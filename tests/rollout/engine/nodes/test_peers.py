@@ -1,12 +1,14 @@
-"""The real vLLM with its workers on two Ray nodes of this machine, on CPU: versions in flight, and lost workers."""
+"""The real vLLM with workers on two Ray nodes of this machine, on CPU: versions in flight, lost workers."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -24,17 +26,29 @@ SECOND, MEMORY_BYTES = "127.0.0.2", 80 << 20
 NUM_VERSIONS = 4
 
 
+@dataclass(frozen=True)
+class OtherNode:
+    """The node with the further workers."""
+
+    id: str
+    raylet: psutil.Process
+
+    def peers(self) -> list[psutil.Process]:
+        """Return the processes of its actors."""
+        return [one for one in self.raylet.children() if one.cmdline()[:1] == ["ray::Peer.run"]]
+
+
 @pytest.fixture(scope="module")
-def second_node() -> Iterator[str]:
-    """Join a cluster of two nodes, and return the id of the other one."""
+def second_node() -> Iterator[OtherNode]:
+    """Join a cluster of two nodes, and return the other one."""
     import ray
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 1, "object_store_memory": MEMORY_BYTES, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.add_node(num_cpus=1, object_store_memory=MEMORY_BYTES, node_ip_address=SECOND)
+    node = cluster.add_node(num_cpus=1, object_store_memory=MEMORY_BYTES, node_ip_address=SECOND)
     ray.init(address=cluster.address, log_to_driver=False)
-    yield next(str(one["NodeID"]) for one in ray.nodes() if one["NodeManagerAddress"] == SECOND)
+    yield OtherNode(node.node_id, psutil.Process(node.all_processes["raylet"][0].process.pid))
     ray.shutdown()
     cluster.shutdown()
 
@@ -51,31 +65,19 @@ def engine_over(node: str, tmp_path: Path) -> VllmEngine:
     return VllmEngine(settings_for(folder, cpu_workers=2, further_nodes=(node,), num_cpus=1.0))
 
 
-def peers() -> list[psutil.Process]:
-    """Return the processes of actors on the other node."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::Peer"):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
 def wait_until_gone(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=30.0)
     assert alive == []
 
 
 def test_every_token_of_workers_on_two_nodes_is_of_the_version_that_it_names(
-    second_node: str, loop: LoopThread, tmp_path: Path
+    second_node: OtherNode, loop: LoopThread, tmp_path: Path
 ) -> None:
     """Log-probs are compared with those of Hugging Face's model of that version."""
-    engine = engine_over(second_node, tmp_path)
+    engine = engine_over(second_node.id, tmp_path)
     try:
         loop.call(engine.start(), 280.0)
-        (peer,) = peers()
+        (peer,) = second_node.peers()
         workers = peer.children(recursive=True)
         assert any(
             "Worker" in " ".join(one.cmdline()) or "spawn" in " ".join(one.cmdline()) for one in workers
@@ -92,16 +94,14 @@ def test_every_token_of_workers_on_two_nodes_is_of_the_version_that_it_names(
 
 
 def test_an_engine_whose_workers_on_another_node_are_killed_dies_and_says_so(
-    second_node: str, loop: LoopThread, tmp_path: Path
+    second_node: OtherNode, loop: LoopThread, tmp_path: Path
 ) -> None:
-    engine = engine_over(second_node, tmp_path)
+    engine = engine_over(second_node.id, tmp_path)
 
     async def answer() -> None:
         await engine.generate([1, 2], Sampling(1.0, 900, 0, ignores_eos=True), "long")
 
     async def killed_in_flight() -> None:
-        import asyncio
-
         under_way = asyncio.create_task(answer())
         await until_under_way(engine, 0)
         os.kill(peer.pid, signal.SIGKILL)
@@ -109,7 +109,7 @@ def test_an_engine_whose_workers_on_another_node_are_killed_dies_and_says_so(
 
     try:
         loop.call(engine.start(), 280.0)
-        (peer,) = peers()
+        (peer,) = second_node.peers()
         here, there = engine.child_pids(), peer.children(recursive=True)
         with pytest.raises(EngineDied, match="vLLM died"):
             loop.call(killed_in_flight(), 120.0)
@@ -121,12 +121,12 @@ def test_an_engine_whose_workers_on_another_node_are_killed_dies_and_says_so(
 
 
 def test_a_start_whose_workers_on_another_node_are_killed_fails_at_once(
-    second_node: str, loop: LoopThread, tmp_path: Path
+    second_node: OtherNode, loop: LoopThread, tmp_path: Path
 ) -> None:
-    engine = engine_over(second_node, tmp_path)
+    engine = engine_over(second_node.id, tmp_path)
 
     def kill_peer() -> None:
-        while not (found := peers()):
+        while not (found := second_node.peers()):
             time.sleep(0.05)
         os.kill(found[0].pid, signal.SIGKILL)
 
