@@ -80,6 +80,12 @@ def test_every_service_of_a_large_fleet_is_counted_once_in_each_grouping(count: 
     assert [sum(groups.values()) for groups in found.values()] == [count] * len(titles)
 
 
+def test_a_replica_over_several_nodes_counts_on_each_of_them() -> None:
+    over = {"node": "node0001,other", "state": DEAD}
+    by_node = groups_of(fleet_of(FEW + 1, **{"rollout.0": over}))["rollout by node"]
+    assert by_node["node0001, 1 unhealthy,"] == 9 and by_node["other, 1 unhealthy,"] == 1
+
+
 @pytest.mark.parametrize("count", LARGE[1:])
 def test_the_worst_of_a_large_fleet_have_rows_and_come_first(count: int) -> None:
     view = view_of(ill_fleet(count))

@@ -310,3 +310,19 @@ def test_a_new_supervisor_counts_an_engine_on_all_its_nodes() -> None:
     assert (spec("rollout.0").cpus, spec("rollout.0").gpus) == (4.0, 2.0)
     with pytest.raises(ConfigError, match=r"no 2 nodes have room for rollout\.1"):
         placement.choose(NODES, "rollout.1", cpus=4.0, gpus=2.0)
+
+
+def test_an_engine_over_nodes_beside_its_receiver_takes_no_room_of_the_learner() -> None:
+    config = Config(**SECTIONS, learner={"dp": 4, "gpus": 1}, rollout=OVER_TWO.rollout)
+    placement = Placement("home", config)
+    placement.recall("receiver.0", "c")
+    with pytest.raises(ConfigError, match=r"no 2 nodes have room for rollout\.0"):
+        placement.choose(NODES, "rollout.0", gpus=2.0)
+    assert ranks_of(placement, 4) == ["home", "home", "b", "b"]
+
+
+def test_an_engine_over_nodes_waits_where_its_receiver_has_no_room_for_it() -> None:
+    placement, full = Placement("home", OVER_TWO), Node("full", "10.0.0.9", cpus=8)
+    placement.choose((full,), "receiver.0")
+    with pytest.raises(ConfigError, match=r"no 2 nodes have room for rollout\.0"):
+        placement.choose((*NODES, full), "rollout.0", gpus=2.0)

@@ -63,6 +63,7 @@ ALLOWED = {
     "learner/record/processes.py": LEARNING,
     "learner/record/recorder.py": LEARNING,
     "rollout_service/engine/sglang/child/__main__.py": ENGINE,
+    "rollout_service/engine/vllm/nodes/peers.py": LAUNCH,
     "rollout_service/engine/vllm/plugin.py": ENGINE,
     "rollout_service/evaluation/standalone.py": "an entry point",
     "rollout_service/gateway/sessions.py": ENGINE,

@@ -35,7 +35,7 @@ class OtherNode:
 
     def peers(self) -> list[psutil.Process]:
         """Return the processes of its actors."""
-        return [one for one in self.raylet.children() if one.cmdline()[:1] == ["ray::Peer.run"]]
+        return [one for one in self.raylet.children() if " ".join(one.cmdline()).startswith("ray::Peer")]
 
 
 @pytest.fixture(scope="module")
