@@ -20,7 +20,7 @@ from rollout_service.engine.vllm.engine import VllmEngine
 from tests.rollout.engine.engine_parts import LoopThread, make_model, save_model
 from tests.rollout.replica.flight_parts import Flight, settings_for, until_under_way
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 SECOND, MEMORY_BYTES = "127.0.0.2", 80 << 20
 NUM_VERSIONS = 4
@@ -76,7 +76,7 @@ def test_every_token_of_workers_on_two_nodes_is_of_the_version_that_it_names(
     """Log-probs are compared with those of Hugging Face's model of that version."""
     engine = engine_over(second_node.id, tmp_path)
     try:
-        loop.call(engine.start(), 280.0)
+        loop.call(engine.start(), 400.0)
         (peer,) = second_node.peers()
         workers = peer.children(recursive=True)
         assert any(
@@ -108,11 +108,11 @@ def test_an_engine_whose_workers_on_another_node_are_killed_dies_and_says_so(
         await under_way
 
     try:
-        loop.call(engine.start(), 280.0)
+        loop.call(engine.start(), 400.0)
         (peer,) = second_node.peers()
         here, there = engine.child_pids(), peer.children(recursive=True)
         with pytest.raises(EngineDied, match="vLLM died"):
-            loop.call(killed_in_flight(), 120.0)
+            loop.call(killed_in_flight(), 200.0)
         wait_until_gone(there)
         wait_until_gone([psutil.Process(pid) for pid in here if psutil.pid_exists(pid)])
         assert "the workers on node 2 of the replica are gone" in str(engine.death())
@@ -133,6 +133,6 @@ def test_a_start_whose_workers_on_another_node_are_killed_fails_at_once(
     threading.Thread(target=kill_peer, daemon=True).start()
     try:
         with pytest.raises(EngineError, match="the workers on node 2 of the replica are gone"):
-            loop.call(engine.start(), 120.0)
+            loop.call(engine.start(), 400.0)
     finally:
         loop.call(engine.shutdown())
