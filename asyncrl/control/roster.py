@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.core.config.sections.learner import DETERMINISTIC
 from asyncrl.core.config.tree import Config, LearnerSection, RolloutSection
-from asyncrl.core.service import ServiceContext
-from asyncrl.core.sockets.options import INTERFACE_VARIABLES
+from asyncrl.core.service import INTERFACE_VARIABLES, ServiceContext
 from asyncrl.core.variants import backend_facts
 
 RUN_VARIABLE = "ASYNCRL_RUN_ID"

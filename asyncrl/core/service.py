@@ -20,6 +20,7 @@ SERVICE_VARIABLE = "ASYNCRL_SERVICE"
 """Names the service whose process it is, or was started by: an engine's core dies with its replica."""
 NODE_VARIABLE = "ASYNCRL_NODE"
 """Ray's id of its node; of a replica over several, all of theirs with commas between, its own first."""
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PAUSED_FILE = "paused"
 """In the run's folder."""
 

@@ -32,10 +32,10 @@ from asyncrl.core.files.log_records import log_to_stderr
 from asyncrl.core.files.private import keep_others_out, make_private
 from asyncrl.core.obstacle import Obstacle
 from asyncrl.core.rpc.message import Done
-from asyncrl.core.service import NODE_VARIABLE, Service, ServiceContext
+from asyncrl.core.service import INTERFACE_VARIABLES, NODE_VARIABLE, Service, ServiceContext
 from asyncrl.core.service_command import DumpStacks, pack_answer, read_command
 from asyncrl.core.service_status import ServiceStatus, pack_status
-from asyncrl.core.sockets.options import INTERFACE_VARIABLES, interface_of
+from asyncrl.core.sockets.options import interface_of
 from asyncrl.core.states import ServiceState
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,6 @@ UNSENT_REPLIES = 512
 this what was read, so half is room for sure: `rpc.server.MAX_TURN`, whose replies may leave at once. With
 256 here, 200 calls in flight lost up to 32 answers."""
 CURVE_DOMAIN = b"asyncrl"
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def num_waiting(limits: Limits) -> int:

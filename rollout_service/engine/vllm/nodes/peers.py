@@ -19,7 +19,8 @@ from pathlib import Path
 
 from asyncrl.core.files.log_records import log_to_stderr
 from asyncrl.core.files.private import keep_others_out, make_private
-from asyncrl.core.sockets.options import INTERFACE_VARIABLES, interface_of
+from asyncrl.core.service import INTERFACE_VARIABLES
+from asyncrl.core.sockets.options import interface_of
 from rollout_service.engine.vllm.environment import prepare_environment
 
 log = logging.getLogger(__name__)
