@@ -17,10 +17,7 @@ from asyncrl.core.config.tree import Config, LearnerSection
 from asyncrl.core.errors import ConfigError
 
 OF_REPLICA = ("rollout", "receiver")
-TOO_LARGE = (
-    "Lower rollout.gpus or rollout.cpus, add a larger node, or give a replica N of them by "
-    "rollout.engine_args: {nnodes: N}"
-)
+TOO_LARGE = "Lower rollout.gpus or rollout.cpus, add a larger node, or set rollout.engine_args: {nnodes: N}"
 _SLACK = 1e-6
 
 
@@ -92,10 +89,8 @@ class Placement:
         self.home = home
         self._learner = config.learner
         count = self._num_nodes = config.rollout.num_nodes
-        self._needs = {
-            "learner": (config.learner.cpus, config.learner.gpus),
-            "rollout": (config.rollout.cpus / count, config.rollout.gpus / count),
-        }
+        sections = (("learner", config.learner, 1), ("rollout", config.rollout, count))
+        self._needs = {kind: (one.cpus / nodes, one.gpus / nodes) for kind, one, nodes in sections}
         self._ranks = [f"learner.{rank}" for rank in range(config.learner.num_ranks)]
         self._reserved: set[str] = set()  # ranks with room that were not started there yet
         self._claims: dict[str, Claim] = {}
@@ -103,9 +98,7 @@ class Placement:
         self._sums: dict[str, tuple[float, float]] = {}  # of claims on a node, until one changes
 
     def choose(self, nodes: Sequence[Node], name: str, cpus: float = 0.0, gpus: float = 0.0) -> str:
-        """Return the id of the node for the service `name`, and remember it until `forget`.
-
-        Those of an engine over several nodes have commas between them; the needs are of each node.
+        """Return the ids of the nodes for a service, commas between, each with its needs, until `forget`.
 
         Raises:
             ConfigError: No node has room, or the learner's ranks have none, which come first.
@@ -162,8 +155,7 @@ class Placement:
 
     def nodes_of(self, name: str) -> tuple[str, ...]:
         """Return the ids of the nodes of a service, none if it was not placed."""
-        claim = self._claims.get(name)
-        return () if claim is None else claim.nodes
+        return claim.nodes if (claim := self._claims.get(name)) else ()
 
     def seat_of(self, publisher: str) -> tuple[str, str]:
         """Return the node of a publisher and the rank that writes for it; empty while a rank has no place."""
@@ -182,10 +174,7 @@ class Placement:
 
         Anew for all if one's node is gone, as all are started again then; else for those without one.
         """
-        living, places = (
-            {node.id for node in nodes},
-            {name: self.node_of(name) for name in self._ranks},
-        )
+        living, places = {node.id for node in nodes}, {name: self.node_of(name) for name in self._ranks}
         if living >= set(places.values()):
             return
         is_whole = living >= {node for name, node in places.items() if node and name not in self._reserved}

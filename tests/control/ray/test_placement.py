@@ -77,7 +77,7 @@ def test_a_replica_of_several_gpus_has_all_of_them_on_one_node(gpus: int) -> Non
     assert all(found.count(node.id) == per_node for node in nodes)
     with pytest.raises(ConfigError, match="Add a node, or ask for fewer replicas"):
         placement.choose(nodes, "rollout.99", cpus=1, gpus=gpus)
-    with pytest.raises(ConfigError, match=r"Lower rollout\.gpus.* or give a replica N of them"):
+    with pytest.raises(ConfigError, match=r"Lower rollout\.gpus.* or set rollout\.engine_args: {nnodes: N}"):
         placement.choose(nodes, "rollout.99", cpus=1, gpus=16)
 
 
