@@ -152,7 +152,7 @@ class RolloutSection(Section):
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     """[bytes] Size of an engine's KV cache on CPU; on GPUs vLLM takes the free memory."""
     engine_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Arguments of the engine's own; vLLM's `nnodes`, of each replica; SGLang's `python`. For example: {nnodes: 2}"""
+    """Arguments of the engine's own; vLLM's `nnodes`, SGLang's `python` too. For example: {nnodes: 2}"""
     response_tokens: str | None = None
     """Forced distribution of answer lengths, for benchmarks. For example: "lognormal:1.0:200", null"""
     stop: tuple[Text, ...] = ()
