@@ -114,11 +114,11 @@ def test_clean_up_of_an_ordinary_user_neither_fails_at_files_of_others_nor_follo
     planted = plant(aside, run_id)
     with acting_as(SOMEBODY):
         make_private(aside)
-        (aside / "publisher-t1-1-1").touch()
-        semaphore = SHM / f"sem.asyncrl-{run_id}-publisher.0-mine"
+        (aside / "receiver.0-t1-1-1").touch()
+        semaphore = SHM / f"sem.asyncrl-{run_id}-receiver.0-mine"
         semaphore.touch()
         assert shared_memory_of(run_id) == [aside, semaphore]
-        remove_segments(run_id, "publisher.0")
+        remove_segments(run_id, "receiver.0")
         assert not semaphore.exists() and list(aside.iterdir()) == []
         (aside / "receiver.0-a").touch()
         found, _ = check_leftovers()
@@ -131,10 +131,10 @@ def test_clean_up_of_an_ordinary_user_neither_fails_at_files_of_others_nor_follo
 
 
 def test_a_link_of_another_user_leads_clean_up_nowhere(tmp_path: Path, run_id: str) -> None:
-    keepsake = tmp_path / "publisher-t1-1-1"
+    keepsake = tmp_path / "receiver.0-t1-1-1"
     keepsake.touch()
     plant(tmp_path, run_id)
-    remove_segments(run_id, "publisher.0")
+    remove_segments(run_id, "receiver.0")
     remove_leftovers(run_id, SHM / f"asyncrl-{run_id}-1")
     assert keepsake.exists()
 

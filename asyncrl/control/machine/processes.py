@@ -69,10 +69,10 @@ def end_service(
 def remove_segments(run_id: str, name: str) -> None:
     """Remove the shared memory and the semaphores that a service was killed with.
 
-    A process that has mapped a segment may go on reading.
+    A process that has mapped a segment may go on reading. A publisher's are its successor's.
     """
-    own = name.removesuffix(".0") if name.startswith("publisher.") else name
-    segments = (path for folder in shared_memory_of(run_id) for path in folder.glob(f"{own}-*"))
+    folders = () if name.startswith("publisher.") else shared_memory_of(run_id)
+    segments = (path for folder in folders for path in folder.glob(f"{name}-*"))
     semaphores = filter(is_own, SHM.glob(f"sem.asyncrl-{run_id}-{name}-*"))
     for path in (*segments, *semaphores):
         path.unlink(missing_ok=True)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.control.machine.processes import remove_segments, shared_memory_of
+import pytest
+
+from asyncrl.control.machine.processes import SHM, remove_segments, shared_memory_of
 from asyncrl.control.ray.host import kinds_of
 from asyncrl.core.errors import ConfigError, ServiceFailed
+from weight_sync.protocol.lanes.stripes import Stripe
 
 CODE = """
 import os, signal, sys
@@ -126,6 +130,24 @@ def test_semaphores_of_a_killed_service_and_its_children_are_found_by_name_and_r
     assert shared_memory_of(run_id) == left, "they are another service's"
     remove_segments(run_id, "a.0")
     assert shared_memory_of(run_id) == []
+
+
+@pytest.mark.parametrize("name", ["publisher.0", "publisher.1"])
+def test_the_versions_of_a_killed_publisher_are_left_to_its_successor(name: str) -> None:
+    run_id = f"kept{os.getpid()}"
+    folder = SHM / f"asyncrl-{run_id}-0"
+    folder.mkdir(mode=0o700)
+    own = folder / f"{Stripe(int(name[-1]), 2).publisher}-t1-1-1"
+    other = folder / "receiver.0-1-1"
+    try:
+        for path in (own, other):
+            path.touch()
+        remove_segments(run_id, name)
+        assert own.exists() and other.exists()
+        remove_segments(run_id, "receiver.0")
+        assert own.exists() and not other.exists()
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_the_kinds_of_an_error_are_those_of_its_causes_and_parts_too() -> None:
