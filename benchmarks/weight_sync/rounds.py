@@ -7,16 +7,22 @@ same bytes in the same buckets, and tensor by tensor, between processes of their
 by the learner.
 The full run adds a real vLLM engine: its pause against a local load of the same weights, and its speed
 while a transfer goes on. Every ratio is the median of the turns' ratios.
+
+The learner's stall, and a direct round, stand there by stage, beside what cannot be saved of them, measured
+alone in the same turn: the copies and the digest of a stall. On each path of `--path` a receiver joins while
+versions go out, and a sender is killed in the middle of one.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,22 +31,30 @@ from benchmarks.harness.figures import make_rows
 from benchmarks.harness.options import Verdict, judge, make_parser, report
 from benchmarks.harness.rows import Row
 from benchmarks.reports.plots import save
+from benchmarks.weight_sync.peers.deaths import NUM_RECEIVERS, measure_death
 from benchmarks.weight_sync.peers.direct import run_learner, run_replica
 from benchmarks.weight_sync.peers.engine import measure_engine
 from benchmarks.weight_sync.peers.gloo import BUCKETED, MEMCPY, TENSORS, BareGroup
 from benchmarks.weight_sync.peers.joiners import SPARE_S, measure_joiners
-from benchmarks.weight_sync.peers.services import Fleet
+from benchmarks.weight_sync.peers.services import Fleet, Sync
 from benchmarks.weight_sync.peers.trainer_client import ask_clients
 from benchmarks.weight_sync.publish import MAX_RATIO, measure_publish
 
 MB = 10**6
 FULL = [(100, 1), (100, 2), (100, 4), (400, 1), (400, 2), (400, 4)]
-QUICK = [(16, 1), (64, 1), (64, 2)]
+QUICK = [(16, 1), (64, 1)]
 """Megabytes of a version, and receivers."""
-NUM_TURNS, NUM_QUICK_TURNS, NUM_WARM_UP = 11, 7, 4
-NUM_JOINERS = 4
+NUM_TURNS, NUM_QUICK_TURNS, NUM_WARM_UP = 11, 5, 4
+NUM_JOINERS, NUM_QUICK_JOINERS = 4, 1
+STAGED, DIRECT, MAPPED = "staged", "direct", "mapped"
+PATHS = (STAGED, DIRECT)
+NUM_COPIES = {STAGED: 1, DIRECT: 2}
+"""Of a version, that the learner waits for: into the segment, and a snapshot."""
+STALL_PARTS = ("snapshot", "copy", "digest", "call", "gather", "other")
+HOLD_S = {STAGED: 6.0, DIRECT: 3.0}
+"""A publisher that died is missed after 3 s, and started anew; a learner's rank at once."""
 NUM_ENGINE_TURNS, RATE_S = 5, 4.0
-TARGET_RATE, TARGET_PAUSE = 0.8, 1.5
+TARGET_RATE, TARGET_PAUSE, TARGET_FLOOR = 0.8, 1.5, 0.8
 WAYS = (BUCKETED, TENSORS, MEMCPY)
 
 
@@ -53,11 +67,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rows", nargs="+", type=parse_row, metavar="MB:N", help=rows_help)
     keys_help = "measure those sizes as off loopback: sockets with keys, broadcasts with tags"
     parser.add_argument("--keys", action="store_true", help=keys_help)
+    path_help = "paths to measure, separated by commas: staged, direct; all without it"
+    parser.add_argument("--path", type=parse_paths, default=PATHS, metavar="PATHS", help=path_help)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)  # as a learner on a CPU does: with two a plain copy takes half as long
     has_engine = not given.quick and given.rows is None
     rows = given.rows or (QUICK if given.quick else FULL)
-    results = measure(rows, given.bucket_bytes, quick=given.quick, has_engine=has_engine, has_keys=given.keys)
+    how = {"quick": given.quick, "has_engine": has_engine, "has_keys": given.keys, "paths": given.path}
+    results = measure(rows, given.bucket_bytes, **how)
     code = report(given, results, table, check, describe(results))
     if given.json is not None and given.json.suffix != ".png":
         draw(results, given.json.with_suffix(".png"))  # last: the rows are kept if it fails
@@ -70,6 +87,14 @@ def parse_row(text: str) -> tuple[int, int]:
     return int(megabytes), int(num_receivers)
 
 
+def parse_paths(text: str) -> tuple[str, ...]:
+    """Return the paths of `staged,direct`; raises ValueError."""
+    found = tuple(dict.fromkeys(text.split(",")))
+    if not set(found) <= set(PATHS):
+        raise ValueError(text)
+    return found
+
+
 def measure(
     rows: Sequence[tuple[int, int]],
     bucket_bytes: int,
@@ -77,8 +102,10 @@ def measure(
     quick: bool,
     has_engine: bool,
     has_keys: bool = False,
+    paths: Sequence[str] = PATHS,
 ) -> dict[str, Any]:
     """Measure the rows (megabytes, receivers), and what concerns vLLM if `has_engine`."""
+    num_joiners = NUM_QUICK_JOINERS if quick else NUM_JOINERS
     num_turns = NUM_QUICK_TURNS if quick else NUM_TURNS
     sizes = sorted({megabytes for megabytes, _ in rows})
     return {
@@ -88,67 +115,105 @@ def measure(
         "bucket_bytes": bucket_bytes,
         "keys": has_keys,
         "rows": [
-            measure_size(megabytes * MB, num_receivers, bucket_bytes, num_turns, has_keys)
+            measure_size(megabytes * MB, num_receivers, bucket_bytes, num_turns, has_keys, paths)
             for megabytes, num_receivers in rows
         ],
-        "joiners": measure_joiners(sizes[-1] * MB, bucket_bytes, NUM_JOINERS),
+        "joiners": {
+            path: measure_joiners(make_fleet(path, 1, sizes[-1] * MB, bucket_bytes), num_joiners)
+            for path in paths
+        },
+        "deaths": {
+            path: measure_death(make_fleet(path, NUM_RECEIVERS, sizes[-1] * MB, bucket_bytes))
+            for path in paths
+        },
         "publish": [measure_publish(megabytes * MB, num_turns) for megabytes in sizes],
         "engine": measure_engine(NUM_ENGINE_TURNS, RATE_S, bucket_bytes) if has_engine else None,
         "vllm_clients": ask_clients() if has_engine else None,
     }
 
 
+def make_fleet(
+    path: str,
+    num_receivers: int,
+    num_bytes: int,
+    bucket_bytes: int,
+    has_keys: bool = True,
+    *,
+    maps: bool = False,
+) -> Fleet:
+    """Return services of a path; `maps` as of `Fleet`."""
+    ends = (run_learner, run_replica) if path == DIRECT else None
+    return Fleet(num_receivers, num_bytes, bucket_bytes, has_keys, maps=maps, entries=ends)
+
+
 def measure_size(
-    num_bytes: int, num_receivers: int, bucket_bytes: int, num_turns: int, has_keys: bool = False
+    num_bytes: int,
+    num_receivers: int,
+    bucket_bytes: int,
+    num_turns: int,
+    has_keys: bool = False,
+    paths: Sequence[str] = PATHS,
 ) -> dict[str, Any]:
     """Return the seconds of each turn and way for one size and number of receivers.
 
     The first sync forms the group and is given alone; some more let every segment be touched once.
     """
+    ways = [(path, path) for path in paths] + [(MAPPED, STAGED)] * (STAGED in paths)
     with ExitStack() as stack:
-        fleet = stack.enter_context(closing(Fleet(num_receivers, num_bytes, bucket_bytes, has_keys)))
-        fleet.attend()
-        first = fleet.sync()
-        mapping = stack.enter_context(
-            closing(Fleet(num_receivers, num_bytes, bucket_bytes, has_keys, maps=True))
-        )
-        mapping.attend()
-        ends = (run_learner, run_replica)
-        direct = stack.enter_context(
-            closing(Fleet(num_receivers, num_bytes, bucket_bytes, has_keys, entries=ends))
-        )
-        direct.attend()
+        fleets = {}
+        for way, path in ways:
+            maps = way == MAPPED
+            fleet = make_fleet(path, num_receivers, num_bytes, bucket_bytes, has_keys, maps=maps)
+            fleets[way] = stack.enter_context(closing(fleet))
+            fleet.attend()
+        first = fleets[paths[0]].sync()
         bare = stack.enter_context(closing(BareGroup(num_receivers, num_bytes, bucket_bytes)))
-        fleets = Fleets(fleet, mapping, direct)
         turns = [_take_turn(fleets, bare) for _ in range(NUM_WARM_UP + num_turns)][NUM_WARM_UP:]
     return {
-        "num_bytes": fleet.num_bytes,
+        "num_bytes": fleets[paths[0]].num_bytes,
         "num_receivers": num_receivers,
         "first_transfer_s": first.transfer_s,
         **{name: [turn[name] for turn in turns] for name in turns[0]},
     }
 
 
-class Fleets(NamedTuple):
-    """The same services three times: receivers that get copies, that map, whose engines receive."""
-
-    copying: Fleet
-    mapping: Fleet
-    direct: Fleet
-
-
-def _take_turn(fleets: Fleets, bare: BareGroup) -> dict[str, float]:
-    sync, mapped, direct = (fleet.sync() for fleet in fleets)
-    figures = {"transfer_s": sync.transfer_s, "publish_s": sync.publish_s, "ready_s": sync.ready_s}
-    figures |= {"mapped_s": mapped.transfer_s, "mapped_ready_s": mapped.ready_s}
-    figures |= {"direct_s": direct.transfer_s, "direct_ready_s": direct.ready_s}
-    figures |= {"direct_publish_s": direct.publish_s}
+def _take_turn(fleets: Mapping[str, Fleet], bare: BareGroup) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for way, fleet in fleets.items():
+        sync = fleet.sync()
+        of_way = "" if way == STAGED else f"{way}_"
+        figures |= {f"{of_way or 'transfer_'}s": sync.transfer_s, f"{of_way}ready_s": sync.ready_s}
+        if way in NUM_COPIES:
+            parts = {"s": sync.publish_s, **fleet.learner.ask("parts")}
+            figures |= {f"{of_way}publish_{name}": seconds for name, seconds in parts.items()}
+        if way == DIRECT:
+            figures |= _stages_of(fleet, sync)
     figures |= {f"{way}_s": bare.seconds(way) for way in WAYS}
-    return {**figures, "copy_s": fleets.copying.copy_s()}
+    learner = next(iter(fleets.values())).learner
+    return {**figures, "copy_s": float(learner.ask("copy")), "digest_s": float(learner.ask("digest"))}
+
+
+def _stages_of(fleet: Fleet, sync: Sync) -> dict[str, float]:
+    """Return the seconds of a direct round: until packs travel, to their end, its report, a load.
+
+    `packing_s` is in `carried_s`; `cpu_s` are the seconds that both ends together have computed meanwhile.
+    """
+    source, sinks = fleet.learner.ask("carried"), [worker.ask("carried") for worker in fleet.workers]
+    ended_s, verified_s = max(sink["ended_s"] for sink in sinks), max(sync.times["verified"])
+    return {
+        "direct_round/ordered_s": source["began_s"] - min(sync.times["transfer"]),
+        "direct_round/carried_s": ended_s - source["began_s"],
+        "direct_round/packing_s": source["pack_s"],
+        "direct_round/told_s": verified_s - ended_s,
+        "direct_round/loaded_s": max(sync.times["loaded"]) - verified_s,
+        "direct_round/cpu_s": sum(one["cpu_s"] for one in (source, *sinks)),
+    }
 
 
 def ratio(row: dict[str, Any], above: str, below: str) -> float:
-    """Return the median over the turns of one figure divided by another one."""
+    """Return the median over the turns of one figure divided by another one; nan if one was not measured."""
+    if not {above, below} <= row.keys():
+        return math.nan
     return float(statistics.median(a / b for a, b in zip(row[above], row[below], strict=True)))
 
 
@@ -172,11 +237,16 @@ def _describe_row(row: dict[str, Any], run: dict[str, Any]) -> Row:
         "stall": ("publish_s", "copy_s"),
     }
     samples: dict[str, Any] = {name: value for name, value in row.items() if not name.startswith("num_")}
-    samples["gb_per_s"] = [row["num_bytes"] / seconds / 1e9 for seconds in row["transfer_s"]]
-    for way in ("mapped", "direct"):
-        samples[f"{way}_gb_per_s"] = [row["num_bytes"] / seconds / 1e9 for seconds in row[f"{way}_s"]]
+    for name, way in {
+        "gb_per_s": "transfer_s",
+        "mapped_gb_per_s": "mapped_s",
+        "direct_gb_per_s": "direct_s",
+    }.items():
+        if way in row:
+            samples[name] = [row["num_bytes"] / seconds / 1e9 for seconds in row[way]]
     for name, (above, below) in ratios.items():
-        samples[name] = [a / b for a, b in zip(row[above], row[below], strict=True)]
+        if {above, below} <= row.keys():
+            samples[name] = [a / b for a, b in zip(row[above], row[below], strict=True)]
     case = {"megabytes": round(row["num_bytes"] / MB), "receivers": row["num_receivers"], **run}
     return Row.of("weight_sync", case, samples)
 
@@ -202,7 +272,16 @@ def table(results: dict[str, Any]) -> str:
         f"buckets of {results['bucket_bytes'] / (1 << 20):g} MiB; GB/s to each receiver, copied, mapped and "
         "from the learner to the engine, digests included; shares of bare gloo"
     )
-    lines.append(_joiners_line(results["joiners"]))
+    for row in results["rows"]:
+        lines += [*_stall_lines(row), *_round_lines(row)]
+    for path, joiners in results["joiners"].items():
+        lines.append(_joiners_line(path, joiners))
+    for path, death in results["deaths"].items():
+        who = "a learner's rank" if path == DIRECT else "the publisher"
+        lines.append(
+            f"{path}, {death['num_bytes'] / MB:.0f} MB: {who} dies in the middle of a version, all have "
+            f"loaded it {death['hold_s']:.2f} s later (a whole sync {death['sync_s']:.2f} s)"
+        )
     lines += [
         f"learner stall, {row['num_bytes'] / MB:.0f} MB, nobody receives: {row['ratio']:.2f} of a plain copy"
         for row in results["publish"]
@@ -215,7 +294,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    values = (
+    figures = (
         _rate(row, "transfer_s"),
         _rate(row, "mapped_s"),
         _rate(row, "direct_s"),
@@ -225,24 +304,64 @@ def _line(row: dict[str, Any]) -> str:
         ratio(row, "memcpy_s", "transfer_s"),
         _rate(row, "bucketed_s"),
         ratio(row, "publish_s", "copy_s"),
-        statistics.median(row["ready_s"]),
+        statistics.median(row.get("ready_s", [math.nan])),
         row["first_transfer_s"],
     )
     sizes = f"{row['num_bytes'] / MB:>5.0f} {row['num_receivers']:>9} "
-    return sizes + " ".join(f"{value:>10.3g}" for value in values)
+    return sizes + " ".join(f"{value:>10.3g}" for value in figures)
 
 
 def _rate(row: dict[str, Any], name: str) -> float:
-    """Return gigabytes per second that reach each receiver."""
-    return float(row["num_bytes"] / statistics.median(row[name]) / 1e9)
+    """Return gigabytes per second that reach each receiver; nan where that was not measured."""
+    return float(row["num_bytes"] / statistics.median(row[name]) / 1e9) if name in row else math.nan
 
 
-def _joiners_line(joiners: dict[str, Any]) -> str:
+def stall_floor(row: dict[str, Any], path: str) -> float:
+    """Return how many plain copies the copies and the digest of a stall take alone."""
+    return NUM_COPIES[path] + ratio(row, "digest_s", "copy_s")
+
+
+def _stall_lines(row: dict[str, Any]) -> list[str]:
+    lines = []
+    for path in PATHS:
+        of_path = "" if path == STAGED else f"{path}_"
+        if f"{of_path}publish_call_s" not in row:
+            continue  # this path was not measured, or not by part
+        names = {part: f"{of_path}publish_{part}_s" for part in STALL_PARTS}
+        parts = {part: ratio(row, name, "copy_s") for part, name in names.items() if name in row}
+        lines.append(
+            f"stall while they receive, {row['num_bytes'] / MB:.0f} MB to {row['num_receivers']}, {path}: "
+            f"{ratio(row, f'{of_path}publish_s', 'copy_s'):.2f} plain copies ("
+            + ", ".join(f"{part} {share:.2f}" for part, share in parts.items())
+            + f"); its copies and digest alone {stall_floor(row, path):.2f}"
+        )
+    return lines
+
+
+def _round_lines(row: dict[str, Any]) -> list[str]:
+    if "direct_round/carried_s" not in row:
+        return []
+    stages = ("ordered", "carried", "packing", "told", "loaded", "cpu")
+    found = {stage: 1e3 * statistics.median(row[f"direct_round/{stage}_s"]) for stage in stages}
+    gloo_ms, digest_ms = (1e3 * statistics.median(row[name]) for name in ("bucketed_s", "digest_s"))
+    size = f"{row['num_bytes'] / MB:.0f} MB to {row['num_receivers']}"
+    inside = f"{found['packing']:.1f} of it packing; both ends compute {found['cpu']:.1f}"
+    line = (
+        f"direct round, {size}, ms: {found['ordered']:.1f} until packs travel, {found['carried']:.1f} under "
+        f"way ({inside} on {os.cpu_count()} cores), {found['told']:.1f} until that is known, "
+        f"{found['loaded']:.1f} to load; bare gloo {gloo_ms:.1f}, one digest {digest_ms:.1f}"
+    )
+    return [line]
+
+
+def _joiners_line(path: str, joiners: dict[str, Any]) -> str:
     worst_s, sync_s = max(joiners["hello_to_ready_s"]), statistics.median(joiners["sync_s"])
     steps = f"{ratio(joiners, 'step_s', 'step_alone_s'):.2f} of its steps alone"
+    size = f"{joiners['num_bytes'] / MB:.0f} MB"
     return (
-        f"late joiners, {joiners['num_bytes'] / MB:.0f} MB: hello to serving at most {worst_s:.2f} s "
-        f"(one transfer and one load {sync_s:.2f} s); the learner's steps meanwhile {steps}"
+        f"late joiners, {path}, {size}: hello to serving at most {worst_s:.2f} s, "
+        f"{joiners['amid_s']:.2f} s while versions go out (one transfer and one load {sync_s:.2f} s); "
+        f"the learner's steps meanwhile {steps}"
     )
 
 
@@ -260,23 +379,34 @@ def _engine_lines(engine: dict[str, Any]) -> list[str]:
     ]
 
 
+def _judge_row(row: dict[str, Any]) -> dict[str, float]:
+    """Return the ratios to their targets of the rates and stalls that were measured."""
+    ratios, size = {}, f"{row['num_bytes'] / MB:.0f} MB, {row['num_receivers']} receivers"
+    for what, way in {"transfer and digest": "transfer_s", "direct transfer": "direct_s"}.items():
+        if way in row:
+            rate = ratio(row, "bucketed_s", way)
+            ratios[f"{what} of bare gloo, {size}, target {TARGET_RATE}"] = rate / TARGET_RATE
+    for path, name in {STAGED: "publish_s", DIRECT: "direct_publish_s"}.items():
+        if {name, "digest_s"} <= row.keys():
+            most = max(MAX_RATIO, stall_floor(row, path) / TARGET_FLOOR)
+            what = f"{path} stall of a plain copy, {size}, target {most:.2f}"
+            ratios[what] = most / ratio(row, name, "copy_s")
+    return ratios
+
+
 def check(results: dict[str, Any]) -> Verdict:
     """Return whether every target is met, and the worst ratio to a target as a sentence."""
-    ratios = {}
+    ratios: dict[str, float] = {}
     for row in results["rows"]:
-        size = f"{row['num_bytes'] / MB:.0f} MB, {row['num_receivers']} receivers"
         if row["num_receivers"] == 1:
-            rate = ratio(row, "bucketed_s", "transfer_s")
-            ratios[f"transfer and digest of bare gloo, {size}, target {TARGET_RATE}"] = rate / TARGET_RATE
-            if "direct_s" not in row:
-                continue  # stored before there was that path
-            rate = ratio(row, "bucketed_s", "direct_s")
-            ratios[f"direct transfer of bare gloo, {size}, target {TARGET_RATE}"] = rate / TARGET_RATE
-    joiners = results["joiners"]
-    late_s = max(joiners["hello_to_ready_s"])
-    ratios["late joiner of a transfer, a load and 1 s"] = (
-        statistics.median(joiners["sync_s"]) + SPARE_S
-    ) / late_s
+            ratios |= _judge_row(row)
+    for path, joiners in results["joiners"].items():
+        late_s = max(*joiners["hello_to_ready_s"], joiners["amid_s"])
+        most_s = statistics.median(joiners["sync_s"]) + SPARE_S
+        ratios[f"late joiner of a transfer, a load and 1 s, {path}"] = most_s / late_s
+    for path, death in results["deaths"].items():
+        most_s = HOLD_S[path] + death["sync_s"]
+        ratios[f"dead sender of a sync and {HOLD_S[path]:g} s, {path}"] = most_s / death["hold_s"]
     for row in results["publish"]:
         size = f"{row['num_bytes'] / MB:.0f} MB"
         ratios[f"learner stall of a plain copy, {size}, target {MAX_RATIO}"] = MAX_RATIO / row["ratio"]

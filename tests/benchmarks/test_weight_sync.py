@@ -8,8 +8,12 @@ import pytest
 
 from benchmarks.reports.comparison import compare
 from benchmarks.weight_sync import rounds as weight_sync
+from benchmarks.weight_sync.peers.deaths import measure_death
 from benchmarks.weight_sync.peers.joiners import measure_joiners
+from benchmarks.weight_sync.peers.peers import WAIT_S
 from benchmarks.weight_sync.peers.weights import count_bytes, make_weights
+from benchmarks.weight_sync.rounds import make_fleet
+from weight_sync.direct.carrier import PACK_BYTES
 
 
 def test_made_up_weights_have_about_the_bytes_asked_for_and_one_large_tensor() -> None:
@@ -23,15 +27,22 @@ def test_a_turn_times_a_whole_sync_and_every_other_way() -> None:
     row = weight_sync.measure_size(10**6, num_receivers=1, bucket_bytes=1 << 18, num_turns=1)
     assert all(
         len(row[f"{name}_s"]) == 1
-        for name in ("transfer", "mapped", "direct", "publish", "copy", *weight_sync.WAYS)
+        for name in ("transfer", "mapped", "direct", "publish", "copy", "digest", *weight_sync.WAYS)
     )
+    stall = sum(row[f"direct_publish_{part}_s"][0] for part in weight_sync.STALL_PARTS)
+    assert row["direct_publish_snapshot_s"][0] > 0
+    assert stall == pytest.approx(row["direct_publish_s"][0], rel=0.2, abs=1e-3)
+    stages = [row[f"direct_round/{stage}_s"][0] for stage in ("ordered", "carried", "told")]
+    assert sum(stages) == pytest.approx(row["direct_s"][0], rel=1e-6)
+    assert row["direct_round/packing_s"][0] <= row["direct_round/carried_s"][0]
     assert 0 < row["transfer_s"][0] < row["ready_s"][0]
     assert row["bucketed_s"][0] > 0
 
 
 @pytest.mark.long
-def test_a_late_joiner_is_timed_from_its_hello_and_the_learner_s_steps_meanwhile() -> None:
-    figures = measure_joiners(10**6, bucket_bytes=1 << 18, num_joiners=1)
+@pytest.mark.parametrize("path", weight_sync.PATHS)
+def test_a_late_joiner_is_timed_from_its_hello_and_the_learner_s_steps_meanwhile(path: str) -> None:
+    figures = measure_joiners(make_fleet(path, 1, 10**6, 1 << 18), num_joiners=1)
     assert {
         name: len(figures[name]) for name in ("sync_s", "hello_to_ready_s", "step_alone_s", "step_s")
     } == {
@@ -40,7 +51,15 @@ def test_a_late_joiner_is_timed_from_its_hello_and_the_learner_s_steps_meanwhile
         "step_alone_s": 1,
         "step_s": 1,
     }
-    assert figures["hello_to_ready_s"][0] > 0
+    assert figures["hello_to_ready_s"][0] > 0 and figures["amid_s"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", weight_sync.PATHS)
+def test_all_receivers_load_a_version_whose_sender_dies_in_the_middle_of_it(path: str) -> None:
+    size = 10**6 if path == weight_sync.STAGED else 2 * PACK_BYTES
+    figures = measure_death(make_fleet(path, 2, size, bucket_bytes=1 << 18))
+    assert figures["sync_s"] > 0 and 0 < figures["hold_s"] < WAIT_S
 
 
 def make_results(**changed: float) -> dict[str, Any]:
@@ -57,6 +76,7 @@ def make_results(**changed: float) -> dict[str, Any]:
         "tensors_s": [0.2, 0.2, 0.2],
         "memcpy_s": [0.02, 0.02, 0.02],
         "copy_s": [0.02, 0.02, 0.02],
+        "digest_s": [0.012, 0.012, 0.012],
         "publish_s": [0.024, 0.024, 0.024],
         "ready_s": [0.2, 0.2, 0.2],
     }
@@ -69,11 +89,19 @@ def make_results(**changed: float) -> dict[str, Any]:
         "keys": False,
         "rows": [row | {name: [value] * 3 for name, value in changed.items() if name in row}],
         "joiners": {
-            "num_bytes": 10**8,
-            "sync_s": [0.2, 0.2],
-            "hello_to_ready_s": [0.1, changed.get("late", 0.3)],
-            "step_alone_s": [0.02, 0.02],
-            "step_s": [0.02, 0.022],
+            path: {
+                "num_bytes": 10**8,
+                "sync_s": [0.2, 0.2],
+                "hello_to_ready_s": [0.1, changed.get(f"late, {path}", 0.3)],
+                "amid_s": changed.get(f"amid, {path}", 0.3),
+                "step_alone_s": [0.02, 0.02],
+                "step_s": [0.02, 0.022],
+            }
+            for path in weight_sync.PATHS
+        },
+        "deaths": {
+            path: {"num_bytes": 10**8, "sync_s": 0.2, "hold_s": changed.get(f"dead, {path}", 1.0)}
+            for path in weight_sync.PATHS
         },
         "publish": [{"learner": "tensors", "num_bytes": 10**8, "ratio": changed.get("stall", 1.2)}],
         "engine": {"num_bytes": 10**8, "num_requests": 8, **{name: [engine[name]] for name in engine}},
@@ -94,7 +122,12 @@ def test_figures_within_the_targets_pass_and_the_worst_is_named() -> None:
         ({"direct_s": 0.13}, "direct transfer of bare gloo"),
         ({"stall": 1.6}, "learner stall"),
         ({"pause_s": 0.15}, "pause of a local load"),
-        ({"late": 1.3}, "late joiner"),
+        ({"late, staged": 1.3}, "late joiner of a transfer, a load and 1 s, staged"),
+        ({"amid, direct": 1.3}, "late joiner of a transfer, a load and 1 s, direct"),
+        ({"dead, staged": 6.3}, "dead sender of a sync and 6 s, staged"),
+        ({"dead, direct": 3.3}, "dead sender of a sync and 3 s, direct"),
+        ({"publish_s": 0.041}, "staged stall of a plain copy"),
+        ({"direct_publish_s": 0.066}, "direct stall of a plain copy"),
     ],
     ids=str,
 )
@@ -118,7 +151,7 @@ def test_a_row_has_the_ratios_of_each_turn() -> None:
     assert row.values["of_bare_gloo"] == pytest.approx(0.9)
     assert row.values["stall"] == pytest.approx(1.2)
     assert row.spread["of_bare_gloo"] > 0
-    assert {"joiners/sync_s", "engine/pause_s"} <= set(rest[0].values)
+    assert {"joiners/staged/sync_s", "deaths/direct/hold_s", "engine/pause_s"} <= set(rest[0].values)
 
 
 def test_rows_with_tags_and_without_share_no_case() -> None:

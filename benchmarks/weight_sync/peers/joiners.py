@@ -7,6 +7,7 @@ hello. The learner's steps are products of matrices in its own process, timed th
 from __future__ import annotations
 
 import statistics
+from contextlib import closing
 from typing import Any
 
 from benchmarks.weight_sync.peers.services import Fleet
@@ -16,23 +17,23 @@ SPARE_S = 1.0
 NUM_STEPS = 60
 
 
-def measure_joiners(num_bytes: int, bucket_bytes: int, num_joiners: int) -> dict[str, Any]:
-    """Return what `num_joiners` late receivers, one after the other, took and cost.
+def measure_joiners(fleet: Fleet, num_joiners: int) -> dict[str, Any]:
+    """Return what `num_joiners` late receivers, one after the other, took and cost; then one amid versions.
 
     Returns:
         `hello_to_ready_s` of each; `sync_s`, one transfer and one load, of as many syncs before;
+        `amid_s`, of the one that comes while versions go out one after another;
         `step_alone_s`, `step_s`: the medians of the learner's steps with nothing else to do, and from a
         joiner's hello until it serves.
     """
-    fleet = Fleet(1, num_bytes, bucket_bytes)
-    try:
+    with closing(fleet):
         fleet.attend()
         syncs = [fleet.sync() for _ in range(num_joiners + 1)][1:]
         joined = [_join(fleet) for _ in range(num_joiners)]
-    finally:
-        fleet.close()
+        amid_s = fleet.join_amid()
     return {
         "num_bytes": fleet.num_bytes,
+        "amid_s": amid_s,
         "sync_s": [sync.ready_s - sync.publish_s for sync in syncs],
         **{name: [figures[name] for figures in joined] for name in joined[0]},
     }

@@ -55,6 +55,21 @@ class Peer:
         """Give an order and go on."""
         self._pipe.send(order)
 
+    def say(self, word: str) -> None:
+        """Send a word that is no order."""
+        self._pipe.send(word)
+
+    def await_end(self) -> float:
+        """Wait until the child has been killed; return when that was seen.
+
+        Raises:
+            ServiceFailed: It lives on.
+        """
+        self._process.join(WAIT_S)
+        if self._process.is_alive():
+            raise ServiceFailed(f"{self.name} was to be killed, and lives")
+        return now_s()
+
     def hear(self, wait_s: float = WAIT_S) -> Any:
         """Return what the child says next.
 

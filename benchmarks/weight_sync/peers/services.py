@@ -7,21 +7,24 @@ last report of a verified copy.
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.faults import VARIABLE
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.sockets.keys import make_run_keys
@@ -40,6 +43,7 @@ from weight_sync.publisher_client import PublisherClient
 
 COORDINATOR_NAME, PUBLISHER_NAME = "weight_sync.0", "publisher.0"
 DEADLINE_S = 60.0
+LEARNER_ACTS = ("publish", "parts", "digest", "copy", "steps", "num_bytes")
 STEP_WIDTH = 1024
 """Of the matrix that a step multiplies: some 20 ms."""
 
@@ -73,7 +77,11 @@ class TimedCoordination(Coordination):
 
 
 def run_service(pipe: Connection, context: ServiceContext, node: str | None = None) -> None:
-    """Entry of a service's process: send the address, serve until the pipe closes; `node`: its mark."""
+    """Entry of a service's process: send the address, serve until the pipe closes; what it says are faults.
+
+    Args:
+        node: Its mark.
+    """
     service: Any
     if context.kind == "weight_sync":
         section = context.config.weight_sync
@@ -94,7 +102,8 @@ def run_service(pipe: Connection, context: ServiceContext, node: str | None = No
 
 def _stop_at_the_end(pipe: Connection, stop: threading.Event) -> None:
     try:
-        pipe.recv()
+        while True:
+            os.environ[VARIABLE] = pipe.recv()
     except (EOFError, OSError):
         stop.set()
 
@@ -119,6 +128,17 @@ class Learner:
             raise ServiceFailed("no segment was free, though every version had been loaded")
         return began, now_s()
 
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of the last publish, by part."""
+        return asdict(self._publisher_client.take_times())
+
+    def digest(self) -> float:
+        """Return the seconds of the digests of the weights, in one piece and alone."""
+        began, digest = now_s(), xxhash.xxh3_128()
+        for _, tensor in self._weights:
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return now_s() - began
+
     def copy(self) -> float:
         """Return the seconds of a plain copy of the weights, tensor by tensor."""
         began = now_s()
@@ -142,7 +162,7 @@ class Learner:
 def run_learner(pipe: Connection, context: ServiceContext, source: int | Path) -> None:
     """Entry of the learner's process; `source` is a number of made-up bytes, or a checkpoint's folder."""
     learner = Learner(context, source)
-    obey(pipe, {name: getattr(learner, name) for name in ("publish", "copy", "steps", "num_bytes")})
+    obey(pipe, {name: getattr(learner, name) for name in LEARNER_ACTS})
 
 
 class CopyingReplica:
@@ -190,11 +210,13 @@ class Sync:
         publish_s: The learner's call of `publish`.
         transfer_s: From the order to transfer until the last receiver had verified.
         ready_s: From the begin of `publish` until the last replica had loaded.
+        times: When the transfer was ordered, and each receiver had verified, and loaded.
     """
 
     publish_s: float
     transfer_s: float
     ready_s: float
+    times: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Fleet:
@@ -224,16 +246,18 @@ class Fleet:
         self.context = make_context(bucket_bytes, has_keys=has_keys, is_direct=entries is not None)
         self._peers: list[Peer] = []
         self._replicas: list[CopyingReplica] = []
+        self.workers: list[Peer] = []
+        self.first_times: dict[tuple[str, str], float] = {}
         self._number = 0
         self.coordinator = self._start(COORDINATOR_NAME)
-        self._start(PUBLISHER_NAME)
+        self._publisher = self._start(PUBLISHER_NAME)
         self.receivers = [f"receiver.{index}" for index in range(num_receivers)]
         for name in self.receivers:
             self._start(name)
         self._await_members(set(self.receivers))
-        self._learner = Peer("learner", entries[0] if entries else run_learner, self.context, source)
-        self._peers.append(self._learner)
-        self.num_bytes = int(self._learner.ask("num_bytes"))
+        self.learner = Peer("learner", entries[0] if entries else run_learner, self.context, source)
+        self._peers.append(self.learner)
+        self.num_bytes = int(self.learner.ask("num_bytes"))
 
     def attend(self, copies: bool = True) -> None:
         """Put a replica beside each receiver that takes every version."""
@@ -241,6 +265,7 @@ class Fleet:
             entry = self._entries[1]
             peers = [Peer(f"replica of {name}", entry, self.context, name) for name in self.receivers]
             self._peers += peers
+            self.workers += peers
             while not all(peer.ask("is_direct") for peer in peers):
                 self.sync()
             return
@@ -252,26 +277,27 @@ class Fleet:
         began, ended = self.publish()
         times = self.follow("loaded")
         transfer_s = max(times["verified"]) - min(times["transfer"])
-        return Sync(ended - began, transfer_s, max(times["loaded"]) - began)
+        return Sync(ended - began, transfer_s, max(times["loaded"]) - began, times)
 
     def publish(self) -> tuple[float, float]:
         """Have the learner publish the next version; return when that began and ended."""
         self._number += 1
-        began, ended = self._learner.ask("publish", self._number)
+        began, ended = self.learner.ask("publish", self._number)
         return began, ended
 
     def follow(self, until: str) -> dict[str, list[float]]:
         """Return the times of what happens to the newest version, up to all receivers' `until`."""
         times: dict[str, list[float]] = {"transfer": [], "verified": [], "loaded": []}
         while len(times[until]) < len(self.receivers):
-            what, _, number, at = self.coordinator.hear(DEADLINE_S)
+            what, who, number, at = self.coordinator.hear(DEADLINE_S)
+            self.first_times.setdefault((what, who), at)
             if what in times and number == self._number:
                 times[what].append(at)
         return times
 
     def steps(self, number: int) -> list[tuple[float, float]]:
         """Let the learner compute that many steps; return when each began and ended."""
-        steps: list[tuple[float, float]] = self._learner.ask("steps", number)
+        steps: list[tuple[float, float]] = self.learner.ask("steps", number)
         return steps
 
     def join(self, num_steps: int) -> tuple[float, float, list[tuple[float, float]]]:
@@ -280,14 +306,32 @@ class Fleet:
         Returns:
             When the coordinator took the hello, when the replica had loaded, and the learner's steps.
         """
-        name = f"receiver.{len(self.receivers)}"
-        self._learner.tell("steps", num_steps)
-        self._start(name)
-        self.receivers.append(name)
-        self._replicas.append(CopyingReplica(self.context.addresses[name], self.context))
+        self.learner.tell("steps", num_steps)
+        name = self._add_receiver()
         hello_s = self._hear("hello", name)
         ready_s = self._hear("loaded", name)
-        return hello_s, ready_s, self._learner.hear()
+        return hello_s, ready_s, self.learner.hear()
+
+    def join_amid(self) -> float:
+        """Let a receiver come while versions go out; return the seconds from its hello to its first load."""
+        self.first_times.clear()
+        others, name = list(self.receivers), self._add_receiver()
+        everyone, self.receivers = self.receivers, others
+        while ("loaded", name) not in self.first_times:
+            self.sync()
+        self.receivers = everyone
+        return self.first_times["loaded", name] - self.first_times["hello", name]
+
+    def _add_receiver(self) -> str:
+        """Start a receiver with its replica; return its name."""
+        name = f"receiver.{len(self.receivers)}"
+        self._start(name)
+        self.receivers.append(name)
+        if self._entries is not None:
+            self._peers.append(Peer(f"replica of {name}", self._entries[1], self.context, name))
+        else:
+            self._replicas.append(CopyingReplica(self.context.addresses[name], self.context))
+        return name
 
     def _hear(self, what: str, name: str) -> float:
         """Return when that happened to `name` first."""
@@ -296,9 +340,28 @@ class Fleet:
             if (said, who) == (what, name):
                 return float(at)
 
+    def lose_sender(self, place: int) -> float:
+        """Publish, and kill who sends at a pack or bucket: the learner, or a publisher that comes again.
+
+        Returns:
+            The seconds from there until every replica has loaded the version.
+        """
+        self._number += 1
+        if self._entries is not None:
+            self.learner.ask("fail_at", f"direct.source.pack@{self._number}.{place}")
+            self.learner.tell("publish", self._number)
+            died_s = self.learner.await_end()
+        else:
+            self._publisher.say(f"publisher.bucket@{self._number}.{place}")
+            self.learner.tell("publish", self._number)
+            died_s = self._publisher.await_end()
+            self.learner.hear()
+            self._publisher = self._start(PUBLISHER_NAME)
+        return max(self.follow("loaded")["loaded"]) - died_s
+
     def copy_s(self) -> float:
         """Return the seconds that the learner takes to copy the weights plainly."""
-        return float(self._learner.ask("copy"))
+        return float(self.learner.ask("copy"))
 
     def close(self) -> None:
         """End everything, the learner and the receivers first."""
