@@ -1,4 +1,4 @@
-"""Direct rounds at a receiver: offers without memory, what its engine's workers hold, and its loss."""
+"""Direct rounds at a receiver: offers without memory, what the workers hold, its loss; and at a publisher."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from tests.weight_sync.memory.test_shared_memory import make_manifest
 from weight_sync.backends.contract import Group
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import ANY_VERSION
+from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.staging_area import StagingArea
 from weight_sync.protocol import messages as told
 from weight_sync.protocol.rounds import ABORTED, DIGEST, TRANSPORT
+from weight_sync.publisher import Endpoint, PublisherService
 from weight_sync.receiving.inbound_rounds import InboundRounds
 from weight_sync.receiving.receiver import ignore_bucket
 from weight_sync.transfer_executor import TransferOrder
@@ -150,3 +152,64 @@ def test_what_the_workers_hold_is_the_base_of_direct_differences_alone_until_it_
     assert staging.find_base(3, make_manifest(3).layout) is None
     receiver.stage(4)
     assert (staging.direct_base, staging.base_number) == (0, 4)
+
+
+class Publisher:
+    """A publisher with the desk of a learner of two ranks, or with none; its thread is this one."""
+
+    def __init__(self, *, has_desk: bool = True) -> None:
+        self.room = Room()
+        self.service = PublisherService(
+            "tcp://127.0.0.1:1",
+            "p",
+            SegmentPool(f"asyncrl-{uuid.uuid4().hex[:8]}-", "p"),
+            Endpoint("127.0.0.1", 1),
+            lambda group: pytest.fail("no transport is wanted"),
+            RUNTIME,
+            desk=self.room.desk if has_desk else None,
+        )
+        for index in range(2):
+            self.room.ask(index)
+
+    def obey(self, order: told.Instruction) -> None:
+        self.service._obey(order)
+
+    def begin(self) -> None:
+        order = {"membership": 1, "rank": 0, "store_host": "127.0.0.1", "store_port": 1, "live": (1,)}
+        self.obey(told.Transfer(round=7, number=1, world=3, deadline_s=5.0, sources=2, **order))
+
+    def told(self) -> list[tuple[str, str]]:
+        reports = self.service._session._reports
+        events = [reports.get().event for _ in range(reports.qsize())]
+        return [(event.kind, getattr(event, "cause", "")) for event in events]
+
+
+def test_a_publisher_has_the_learners_ranks_send_and_tells_when_they_come_and_have_ended():
+    publisher = Publisher()
+    assert publisher.told() == [("seats", "")] and publisher.service._introduce().hello.seats == 2
+    publisher.begin()
+    assert [answers[-1].round for answers in publisher.room.answers.values()] == [7, 7]
+    for index in range(2):
+        publisher.room.end(index)
+    assert publisher.told() == [("sent", "")] and publisher.service.status().transfers == 0
+
+
+def test_an_abort_at_the_publisher_is_told_to_the_learners_ranks():
+    publisher = Publisher()
+    publisher.begin()
+    for index in range(2):
+        publisher.room.ask(index, round_id=7)
+    publisher.obey(told.Abort(7))
+    assert [answers[-1].round for answers in publisher.room.answers.values()] == [0, 0]
+    assert ("send_failed", ABORTED) in publisher.told() and not publisher.service._transfer_starts
+
+
+def test_a_publisher_gives_up_a_rank_that_is_silent_and_a_round_for_which_it_has_no_desk():
+    publisher = Publisher()
+    publisher.begin()
+    publisher.room.clock.advance(60.0)
+    publisher.service.tick(60.0)
+    assert ("send_failed", TRANSPORT) in publisher.told() and publisher.room.desk.num_seats == 0
+    without = Publisher(has_desk=False)
+    without.begin()
+    assert without.told() == [("send_failed", TRANSPORT)]
