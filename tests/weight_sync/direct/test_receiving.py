@@ -28,7 +28,7 @@ from weight_sync.transfer_executor import TransferOrder
 class Receiver:
     """The rounds of a receiver with the desk of an engine of one worker."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, *, has_desk: bool = True) -> None:
         self.prefix, self.room = prefix, Room(count=1)
         self.room.ask(0)
         self.staging = StagingArea(prefix, uuid.uuid4().hex, keeps_base=True)
@@ -43,7 +43,7 @@ class Receiver:
             bounds=ANY_VERSION,
             counters=Counter(),
             runtime=RUNTIME,
-            desk=self.room.desk,
+            desk=self.room.desk if has_desk else None,
         )
 
     def begin(self, number: int, base: int = 0) -> None:
@@ -118,6 +118,19 @@ def test_without_a_worker_at_the_desk_the_round_fails_at_once(receiver):
     receiver.room.desk.tick()
     receiver.begin(1)
     assert receiver.told() == [("accepted", ""), ("failed", TRANSPORT)]
+
+
+def test_an_order_that_comes_twice_is_carried_out_once(receiver):
+    receiver.begin(1)
+    receiver.end(1)
+    receiver.begin(1)
+    assert receiver.told() == [("accepted", ""), ("verified", "")] and receiver.room.desk._transfer is None
+
+
+def test_a_receiver_without_a_desk_fails_a_direct_round(receiver):
+    without = Receiver(receiver.prefix, has_desk=False)
+    without.begin(1)
+    assert without.told() == [("accepted", ""), ("failed", TRANSPORT)] and not without.rounds.num_transfers
 
 
 def test_what_the_workers_have_lost_is_dropped_wherever_it_stands_and_staged_copies_stay(receiver):
