@@ -73,6 +73,7 @@ PARTS = (
     Part("gap", ("benchmarks.gpu.exactness", "gap"), 45, 13, (GPU, MEGATRON, "transformers")),
     Part("end_to_end", ("benchmarks.gpu.end_to_end",), 300, 110, (GPU, "vllm", "ray", PLUGIN)),
     Part("collectives", ("benchmarks.gpu.collectives",), 40, 7, (GPUS,)),
+    Part("direct", ("benchmarks.weight_sync.direct",), 40, 9, (GPUS,)),
     _learner("learner_0.6B", 60, "--model", "0.6B"),
     Part(
         "checkpoints", ("benchmarks.learner.checkpoints", "--model", "0.6B"), 120, 15,

@@ -10,44 +10,48 @@ A transfer
 All members go through their packs in one global order. Invariant: no member waits for an operation while
 one of a lower pack is unstarted. So nothing can wait in a circle: of the lowest pack that is not
 everywhere, the first hop not done has a sender that has the pack and no lower one to wait for, and a
-receiver whose window is open at it.
+receiver whose window is open at it. Over NCCL, which has no tags, packs travel in waves instead: see `waves`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import msgspec
 import torch
 import xxhash
 
-from asyncrl.core.errors import SyncError
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.staleness import UNLOADED
 from weight_sync.backends.contract import DigestMismatch, Group
 from weight_sync.backends.gloo import FAILURES, explain
+from weight_sync.backends.rendezvous import connect_store
 from weight_sync.backends.sealed import SealedStore
-from weight_sync.backends.tags import TAG_BYTES, Tags
-from weight_sync.direct.group import GlooGroup, Sent
 from weight_sync.direct.orders import SeatOrder
 from weight_sync.direct.party import UNDER_WAY, PackStore, Party, Superseded
+from weight_sync.direct.transports.choice import describe_place, find_refusal
+from weight_sync.direct.transports.gloo import GlooGroup, Sent
+from weight_sync.direct.transports.nccl import NcclGroup
+from weight_sync.direct.transports.seals import Seals
+from weight_sync.direct.waves import Step, carry_waves, make_steps
 from weight_sync.encoding.delta_codec import HEAD, Head, shorten
 from weight_sync.memory.manifest import ITEM_BYTES
 from weight_sync.rectangles.packs import Pack, make_packs
 from weight_sync.rectangles.parcels import NobodyHolds, Region, plan_parcels
 from weight_sync.rectangles.rectangle import Rectangle
 
-DIGEST_BYTES = 16
+log = logging.getLogger(__name__)
+
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 Move = Callable[[torch.Tensor, int, int, float], Sent]
 """Starts to send or to receive bytes: to or from that rank, with a tag, until then."""
 PACK_BYTES = 8 << 20
 """Of a pack: while one travels the next is packed, and the one before is checked."""
-PLACE_BITS = 32
-"""Of a pack's number; above them are those of its round, which tell rounds of one membership apart."""
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -58,40 +62,6 @@ class _Told(msgspec.Struct, frozen=True):
 
     def read(self) -> list[Region]:
         return [(name, Rectangle(start, stop)) for name, start, stop in self.regions]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A pack at one member.
-
-    Attributes:
-        index: In the order of all packs.
-        source: Rank that it comes from; None at its source.
-        target: Rank that it goes to; None at the end of the chain.
-    """
-
-    index: int
-    pack: Pack
-    source: int | None
-    target: int | None
-
-
-def make_steps(packs: Iterable[Pack], num_sources: int, rank: int) -> list[Step]:
-    """Return the steps of a member: sources take turns, and so do the sinks at the head of a chain."""
-    num_before: Counter[int] = Counter()
-    turns: list[tuple[int, int, Pack]] = []
-    for pack in packs:
-        turns.append((num_before[pack.source], pack.source, pack))
-        num_before[pack.source] += 1
-    steps = []
-    for index, (_, _, pack) in enumerate(sorted(turns, key=lambda turn: turn[:2])):
-        first = index % len(pack.sinks)
-        chain = [pack.source, *(num_sources + sink for sink in pack.sinks[first:] + pack.sinks[:first])]
-        if rank in chain:
-            at = chain.index(rank)
-            source, target = chain[at - 1] if at else None, chain[at + 1] if at + 1 < len(chain) else None
-            steps.append(Step(index, pack, source, target))
-    return steps
 
 
 class Carrier:
@@ -106,8 +76,11 @@ class Carrier:
 
     def __init__(self, runtime: Runtime, party: Party, secret: str, max_bytes: int = PACK_BYTES) -> None:
         self._clock, self._party, self._max_bytes = runtime, party, max_bytes
-        self._group = GlooGroup(runtime, secret)
+        self._runtime, self._secret = runtime, secret
+        self._gloo = GlooGroup(runtime)
+        self._group: GlooGroup | NcclGroup = self._gloo
         self._steps: list[Step] | None = None
+        self._is_aborted = False
         self.num_steps = self.num_bytes = 0
 
     def run(self, order: SeatOrder, until: float) -> int:
@@ -124,10 +97,10 @@ class Carrier:
                 self._steps = self._meet(order, until)
             steps = self._steps
             packs = [step.pack for step in steps]
-            store, num_wrong = self._party.open(order.number, packs, until, order.base), -1
-            carry = self._send if order.rank < order.num_sources else self._receive
+            base = UNLOADED if isinstance(self._group, NcclGroup) else order.base
+            store, num_wrong = self._party.open(order.number, packs, until, base, self._group.device), -1
             try:
-                num_wrong = carry(order, steps, store, until)
+                num_wrong = self._carry(order, steps, store, until)
             finally:
                 store.close(is_whole=num_wrong == 0)
         except Superseded:
@@ -142,6 +115,7 @@ class Carrier:
 
     def abort(self) -> None:
         """Give up the transfer that goes on, here and at the members connected to this one."""
+        self._is_aborted = True
         self._group.abort()
 
     def close(self) -> None:
@@ -149,20 +123,40 @@ class Carrier:
         self._group.close()
 
     def _meet(self, order: SeatOrder, until: float) -> list[Step]:
-        """Form the group, exchange regions, and return this member's steps of every transfer."""
+        """Exchange regions, form the group, and return this member's steps of every transfer."""
         group = Group(order.membership, order.rank, order.world, order.store_host, order.store_port)
-        store = self._group.form(group, until)
+        left = timedelta(seconds=max(0.001, until - self._clock.now()))
+        device = self._party.device
         try:
-            told = _exchange(self._group, store, _tell(self._party), until)
+            store = connect_store(None, group.store_host, group.store_port, left)
+            sealed = SealedStore(store, self._secret, f"direct/{group.membership}")
+            told, places = _exchange(sealed, group, _tell(self._party), describe_place(device))
         except FAILURES as error:
-            raise explain(error, self._clock.now(), until, "the members told no regions") from error
+            raise explain(error, self._clock.now(), until, "not all members told their regions") from error
+        refusal = find_refusal(places)
+        if order.rank == 0:
+            how = f"gloo, as {refusal}" if refusal else "NCCL"
+            log.info("%d members of membership %d meet over %s", group.world, group.membership, how)
+        if not refusal:
+            self._group = NcclGroup(self._runtime, device)
+            if self._is_aborted:  # it may have been while there was another group
+                self._group.abort()
+        self._group.form(sealed, group, until)
         packs = _plan(told, order.num_sources, self._max_bytes)
         return make_steps(packs, order.num_sources, order.rank)
 
+    def _carry(self, order: SeatOrder, steps: Sequence[Step], store: PackStore, until: float) -> int:
+        """Carry every pack; return how many came damaged."""
+        if isinstance(self._group, NcclGroup):  # which has no tags: sizes are known before, packs go whole
+            seals = Seals(order, self._group.device)
+            self.num_bytes = sum(step.pack.num_bytes for step in steps)
+            return carry_waves(self._group, order, steps, store, seals, until, self)
+        return (self._send if order.rank < order.num_sources else self._receive)(order, steps, store, until)
+
     def _send(self, order: SeatOrder, steps: Sequence[Step], store: PackStore, until: float) -> int:
         """Send every pack; none of them is damaged here."""
-        seals, num_head = _Seals(order), HEAD.size if order.base else 0
-        with _UnderWay(self._group, until) as leaving:
+        seals, num_head = Seals(order), HEAD.size if order.base else 0
+        with _UnderWay(self._gloo, until) as leaving:
             for place, step in enumerate(steps):
                 if len(leaving) == UNDER_WAY:
                     self._end_first(leaving)
@@ -184,9 +178,9 @@ class Carrier:
 
     def _receive(self, order: SeatOrder, steps: Sequence[Step], store: PackStore, until: float) -> int:
         """Receive every pack, and send it on; return how many came damaged."""
-        seals, num_wrong, ahead = _Seals(order), 0, enumerate(steps)
+        seals, num_wrong, ahead = Seals(order), 0, enumerate(steps)
         window, num_head = (1, HEAD.size) if order.base else (UNDER_WAY, 0)
-        with _UnderWay(self._group, until) as coming, _UnderWay(self._group, until) as leaving:
+        with _UnderWay(self._gloo, until) as coming, _UnderWay(self._gloo, until) as leaving:
             for place in range(len(steps)):
                 for index, step in itertools.islice(ahead, window - len(coming)):
                     coming.receive(step, NO_BYTES if num_head else store.pack(index), seals.empty(num_head))
@@ -264,49 +258,30 @@ class _UnderWay:
         return step, data_B, trailer_B
 
 
-class _Seals:
-    """Trailers of packs: digests, or tags where others may change bytes; of one round and place alone."""
-
-    def __init__(self, order: SeatOrder) -> None:
-        self._first_place = order.round % (1 << PLACE_BITS) << PLACE_BITS
-        self._tags = Tags(order.secret, order.membership) if order.is_tagged else None
-
-    def empty(self, num_head: int) -> torch.Tensor:
-        return torch.empty(num_head + (TAG_BYTES if self._tags else DIGEST_BYTES), dtype=torch.uint8)
-
-    def make(self, index: int, data_B: torch.Tensor) -> torch.Tensor:
-        place = self._first_place | index
-        if self._tags is not None:
-            return self._tags.make(place, data_B)
-        digest = xxhash.xxh3_128(data_B.numpy().data, seed=place).digest()
-        return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-
-    def fits(self, index: int, data_B: torch.Tensor, trailer_B: torch.Tensor) -> bool:
-        if self._tags is None:
-            return torch.equal(self.make(index, data_B), trailer_B)
-        try:
-            self._tags.check(self._first_place | index, data_B, trailer_B)
-        except SyncError:
-            return False
-        return True
-
-
 def _tell(party: Party) -> bytes:
     regions = [(tensor, rectangle.start, rectangle.stop) for tensor, rectangle in party.regions]
     return msgspec.msgpack.encode(_Told(regions, dict(party.dtypes)))
 
 
-def _exchange(group: GlooGroup, store: SealedStore, mine: bytes, until: float) -> list[_Told]:
-    """Return what each member has told; equal words are fetched once. The last to read removes them."""
-    digest = xxhash.xxh3_128(mine)
-    store.set(digest.hexdigest(), mine)
-    digests_B = group.gather(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8), until)
-    keys = [digest_B.numpy().tobytes().hex() for digest_B in digests_B]
-    told = {key: msgspec.msgpack.decode(store.get(key), type=_Told) for key in dict.fromkeys(keys)}
-    if store.add("read", 1) == len(keys):
-        for key in told:
+def _exchange(store: SealedStore, group: Group, mine: bytes, place: str) -> tuple[list[_Told], list[str]]:
+    """Return what each member has told, and its place; equal words are fetched once.
+
+    The last to read removes them.
+    """
+    digest = xxhash.xxh3_128_hexdigest(mine)
+    store.set(digest, mine)
+    store.set(f"member/{group.rank}", msgspec.json.encode((digest, place)))
+    if group.rank == 0:
+        names = [f"member/{rank}" for rank in range(group.world)]
+        store.set("members", b"[" + b",".join(store.get(name) for name in names) + b"]")
+        for name in names:
+            store.delete(name)
+    members = msgspec.json.decode(store.get("members"), type=list[tuple[str, str]])
+    told = {key: msgspec.msgpack.decode(store.get(key), type=_Told) for key in dict.fromkeys(dict(members))}
+    if store.add("read", 1) == len(members):
+        for key in (*told, "members"):
             store.delete(key)
-    return [told[key] for key in keys]
+    return [told[key] for key, _ in members], [where for _, where in members]
 
 
 def _plan(told: Sequence[_Told], num_sources: int, max_bytes: int) -> list[Pack]:

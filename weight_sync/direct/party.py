@@ -12,6 +12,7 @@ import torch
 
 from asyncrl.core.errors import SyncError
 from asyncrl.core.staleness import UNLOADED
+from weight_sync.direct.transports.choice import HOST
 from weight_sync.rectangles.packs import Pack
 from weight_sync.rectangles.parcels import Region
 
@@ -27,10 +28,10 @@ class PackStore(Protocol):
     """Bytes of one version's packs, in the order that `Party.open` was given."""
 
     def pack(self, index: int) -> torch.Tensor:
-        """Return the bytes of a pack: uint8, in host memory. Called once for each, in order.
+        """Return the bytes of a pack: uint8, on the device that `Party.open` was given.
 
-        A source fills them, and they hold until `pack(index + UNDER_WAY)`; a sink's are filled later and hold
-        until `close`.
+        Called once for each. A source fills them in order, and they hold until `pack(index + UNDER_WAY)`; a
+        sink's are filled later and hold until `close`.
         """
 
     def base(self, index: int) -> torch.Tensor | None:
@@ -50,6 +51,7 @@ class Party(Protocol):
     Attributes:
         regions: Rectangles that a source holds, or that a sink wants.
         dtypes: Published dtype by tensor; a sink's may be empty.
+        device: Where packs may lie: a GPU where the tensors are, if it has room. Host memory always serves.
     """
 
     @property
@@ -58,8 +60,18 @@ class Party(Protocol):
     @property
     def dtypes(self) -> Mapping[str, str]: ...
 
-    def open(self, number: int, packs: Sequence[Pack], until: float, base: int = UNLOADED) -> PackStore:
-        """Begin the transfer of a version; a source waits for it, a sink makes room.
+    @property
+    def device(self) -> torch.device: ...
+
+    def open(
+        self,
+        number: int,
+        packs: Sequence[Pack],
+        until: float,
+        base: int = UNLOADED,
+        device: torch.device = HOST,
+    ) -> PackStore:
+        """Begin the transfer of a version, with packs on `device`; a source waits for it, a sink makes room.
 
         Args:
             base: Version number that differences are to; 0 for none.

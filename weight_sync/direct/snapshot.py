@@ -17,6 +17,7 @@ from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.staleness import UNLOADED
 from weight_sync.direct.party import UNDER_WAY, Superseded
+from weight_sync.direct.transports.choice import HOST
 from weight_sync.memory.parts import Part
 from weight_sync.rectangles.packs import ALIGN_BYTES, Pack, Parameters, place_parts
 from weight_sync.rectangles.parcels import Region
@@ -54,6 +55,7 @@ class Snapshots:
         self._slots: list[_Slot] = []
         self._newest = 0
         self._buffers: list[torch.Tensor] = []
+        self.device = HOST
         self.regions: Sequence[Region] = ()
         self.dtypes: Mapping[str, str] = {}
 
@@ -80,6 +82,9 @@ class Snapshots:
                 slot.parameters = Parameters(placements, slot.holders, published)
             for name, values in held.items():
                 slot.holders[name].copy_(values)
+            self.device = next((one.device for one in held.values() if one.is_cuda), HOST)
+            if self.device != HOST:
+                torch.cuda.current_stream(self.device).synchronize()  # packs are cut on another stream
         with self._lock:
             self._newest = number
             if slot is not None:
@@ -88,7 +93,14 @@ class Snapshots:
         news.set()
         return slot is not None
 
-    def open(self, number: int, packs: Sequence[Pack], until: float, base: int = UNLOADED) -> _Reading:
+    def open(
+        self,
+        number: int,
+        packs: Sequence[Pack],
+        until: float,
+        base: int = UNLOADED,
+        device: torch.device = HOST,
+    ) -> _Reading:
         """See `Party.open`."""
         while True:
             with self._lock:
@@ -100,20 +112,20 @@ class Snapshots:
                 elif self._newest >= number:
                     raise Superseded(f"version {number} was not kept, the newest is {self._newest}")
             if slot is not None:
-                return _Reading(self, slot, old, packs)
+                return _Reading(self, slot, old, packs, device)
             if not news.wait(max(0.0, until - self._runtime.now())):
                 raise DeadlineExceeded(f"version {number} was not taken in time")
 
     def keep(self, numbers: Collection[int]) -> None:
         """Do nothing: engines load none of these copies."""
 
-    def take_buffers(self, num_bytes: int) -> list[torch.Tensor]:
+    def take_buffers(self, num_bytes: int, device: torch.device) -> list[torch.Tensor]:
         """Return buffers for packs, those of an earlier reading if they are large enough."""
         with self._lock:
             buffers, self._buffers = self._buffers, []
-        if buffers and buffers[0].nbytes >= num_bytes:
+        if buffers and buffers[0].nbytes >= num_bytes and buffers[0].device == device:
             return buffers
-        return [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(UNDER_WAY)]
+        return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(UNDER_WAY)]
 
     def release(self, slots: Iterable[_Slot], buffers: list[torch.Tensor], sent: int) -> None:
         """End a reading of copies, of which version `sent` was sent; 0 for none."""
@@ -162,17 +174,26 @@ def _number(slot: _Slot) -> int:
 class _Reading:
     """A source's side of `PackStore`."""
 
-    def __init__(self, owner: Snapshots, slot: _Slot, old: _Slot | None, packs: Sequence[Pack]) -> None:
+    def __init__(
+        self,
+        owner: Snapshots,
+        slot: _Slot,
+        old: _Slot | None,
+        packs: Sequence[Pack],
+        device: torch.device,
+    ) -> None:
         self._owner, self._slot, self._old, self._packs = owner, slot, old, packs
         self._buffers: list[torch.Tensor] = []
+        self._device = device
 
     def pack(self, index: int) -> torch.Tensor:
-        """Return a pack where it lies in the snapshot, or read its parcels out of that."""
-        pack = self._packs[index]
-        if (found := self._slot.parameters.find(pack)) is not None:
+        """Return a pack where it lies in a snapshot in host memory, or read its parcels out of that."""
+        pack, is_here = self._packs[index], self._owner.device == HOST
+        if is_here and (found := self._slot.parameters.find(pack)) is not None:
             return found
         if not self._buffers:
-            self._buffers = self._owner.take_buffers(max(one.num_bytes for one in self._packs))
+            num_bytes = max(one.num_bytes for one in self._packs)
+            self._buffers = self._owner.take_buffers(num_bytes, self._device)
         data_B = self._buffers[index % UNDER_WAY][: pack.num_bytes]
         self._slot.parameters.read(pack, data_B)
         return data_B

@@ -8,9 +8,10 @@ Invariant: only what came whole can be loaded.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from asyncrl.core.errors import SyncError
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.staleness import UNLOADED
+from weight_sync.direct.transports.choice import HOST
 from weight_sync.encoding.delta_codec import ELEMENTS
 from weight_sync.memory.manifest import Layout, TensorEntry, align
 from weight_sync.rectangles.packs import Pack, Parameters, view_parcel
@@ -28,12 +30,39 @@ Empty = Callable[..., torch.Tensor]
 """`torch.empty`, or what fills its result too."""
 
 
+NUM_STAGES = 2
+"""Of a worker: one is loaded while the next one comes."""
+SPARE_BYTES = 1 << 30
+"""Of a GPU, left to the engine and the library."""
+
+log = logging.getLogger(__name__)
+
+
+def find_room(
+    device: torch.device, regions: Iterable[Region], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> torch.device:
+    """Return `device` if it is a GPU with room for stages of `regions` and one full tensor, else the host."""
+    if device.type != "cuda":
+        return HOST
+    sizes = {name: (tensor.itemsize, tensor.nbytes) for name, tensor in tensors}
+    stage_bytes = sum(rectangle.num_elements * sizes[name][0] for name, rectangle in regions)
+    needed = NUM_STAGES * stage_bytes + max(whole for _, whole in sizes.values()) + SPARE_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    if free >= needed:
+        return device
+    log.info("new weights arrive in host memory: the GPU has %.3g GB free of %.3g", free / 1e9, needed / 1e9)
+    return HOST
+
+
 class Stages:
     """The `Party` of an engine worker. Any thread may call it.
 
     Args:
         regions: What the worker's loader reads of every version.
-        empty: Makes memory.
+        empty: Makes memory, on the device that it is given, or in host memory.
+
+    Attributes:
+        device: Where packs are to arrive.
 
     >>> # with ReadRecorder(tensors) as recorder: model.load_weights(tensors)
     >>> # stages = Stages(recorder.regions, runtime)
@@ -44,6 +73,7 @@ class Stages:
 
     def __init__(self, regions: Sequence[Region], runtime: Runtime, empty: Empty = torch.empty) -> None:
         self.regions, self.dtypes = regions, dict[str, str]()
+        self.device = HOST
         self._empty = empty
         self._lock = runtime.lock()
         self._blocks = _Blocks(empty)
@@ -55,12 +85,21 @@ class Stages:
         with self._lock:
             self._kept = frozenset(numbers)
 
-    def open(self, number: int, packs: Sequence[Pack], until: float, base: int = UNLOADED) -> Stage:
+    def open(
+        self,
+        number: int,
+        packs: Sequence[Pack],
+        until: float,
+        base: int = UNLOADED,
+        device: torch.device = HOST,
+    ) -> Stage:
         """Return room for the packs of a version; it can be loaded once that is closed as whole."""
         with self._lock:
             old, kept = self._whole.get(base), {*self._kept, base} - {number}
             self._whole = {one: stage for one, stage in self._whole.items() if one in kept}
-            return Stage(packs, self._empty, self._blocks, partial(self._add, number), old)
+            empty = self._empty if device == HOST else partial(self._empty, device=device)
+            blocks = self._blocks if device == HOST else _DeviceBlocks(empty)
+            return Stage(packs, empty, blocks, partial(self._add, number), old)
 
     def _add(self, number: int, stage: Stage) -> None:
         with self._lock:
@@ -78,7 +117,7 @@ class Stages:
             stage = self._whole.get(number)
         if stage is None:
             raise SyncError(f"version {number} is not on this worker")
-        blocks = _Blocks(self._empty)
+        blocks = stage.make_blocks()
         return ((entry.name, stage.tensor(entry, blocks)) for entry in layout.tensors)
 
 
@@ -89,13 +128,13 @@ class Stage:
         self,
         packs: Sequence[Pack],
         empty: Empty,
-        blocks: _Blocks,
+        blocks: Blocks,
         add: Callable[[Stage], None],
-        old: Stage | None,
+        old: Stage | None = None,
     ) -> None:
         sizes = [align(pack.num_bytes) for pack in packs]
         self._starts = list(itertools.accumulate(sizes, initial=0))
-        self._packs, self._empty, self._add = packs, empty, add
+        self._packs, self._empty, self._add, self._makes = packs, empty, add, type(blocks)
         self._old = old.read_elements() if old is not None else None
         self._data_B = blocks.take((self._starts[-1],), torch.uint8)
         self._parcels: dict[str, list[tuple[Parcel, int]]] = {}
@@ -131,7 +170,11 @@ class Stage:
         if is_whole:
             self._add(self)
 
-    def tensor(self, entry: TensorEntry, blocks: _Blocks) -> torch.Tensor:
+    def make_blocks(self) -> Blocks:
+        """Return memory for the tensors of a load, on the device of the stage."""
+        return self._makes(self._empty)
+
+    def tensor(self, entry: TensorEntry, blocks: Blocks) -> torch.Tensor:
         """Return a tensor in full shape, that has the values of its parcels."""
         dtype, shape = getattr(torch, entry.dtype), entry.shape
         parcels = self._parcels.get(entry.name)
@@ -144,6 +187,17 @@ class Stage:
         for rectangle, values in views:
             full[rectangle.slices].copy_(values)
         return full
+
+
+class _DeviceBlocks:
+    """Memory of a GPU, whose allocator keeps what was freed for the next tensor."""
+
+    def __init__(self, empty: Empty) -> None:
+        self._empty = empty
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of any values."""
+        return self._empty(shape, dtype=dtype)
 
 
 class _Blocks:
@@ -170,3 +224,6 @@ class _Blocks:
         if not num_bytes:
             return block.view(dtype).view(shape)
         return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+Blocks = _Blocks | _DeviceBlocks

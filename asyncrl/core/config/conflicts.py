@@ -115,7 +115,7 @@ def _find_gpu_conflicts(config: Root) -> Iterator[Conflict]:
     """Yield what is set and needs GPUs that the services in question do not have."""
     if config.weight_sync.backend == "nccl":
         what = "weight_sync.backend: nccl is not there: publisher and receivers have no GPU"
-        hint = "Leave it out: weights travel over gloo, and each engine loads them from its host's memory"
+        hint = "Set direct, which takes NCCL between GPUs, or leave it out: weights travel over gloo"
         yield Conflict(("weight_sync.backend",), what, hint)
     has_folder, backend = config.weight_sync.folder is not None, config.weight_sync.backend
     if backend == ("gloo" if has_folder else "folder"):

@@ -140,10 +140,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             # Generation is paused: a layout like that of the version before is not parsed anew.
             manifest = self._newest = Manifest.from_bytes(update_info.manifest, self._newest)
             self._check(manifest)
+        device = next(self.model.parameters()).device
         with self._carried(update_info.path, manifest) as path:
             with self._together("open the version"):
                 tensors = self._open(manifest, path)
-            with self._together("load"), self._seat.taken_after(update_info.desk_address, tensors):
+            with self._together("load"), self._seat.taken_after(update_info.desk_address, tensors, device):
                 self._load(manifest.version.number, tensors)
         if manifest.probe is not None:
             with self._together("match the probe"):

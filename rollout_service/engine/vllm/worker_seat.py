@@ -15,7 +15,8 @@ from vllm.distributed.parallel_state import get_world_group
 from asyncrl.core.errors import SyncError
 from asyncrl.core.runtime.threads import ThreadRuntime
 from weight_sync.direct.seat import DeskAddress, Seat
-from weight_sync.direct.stage import Stages
+from weight_sync.direct.stage import Stages, find_room
+from weight_sync.direct.transports.choice import HOST
 from weight_sync.rectangles.recorder import ReadRecorder
 
 log = logging.getLogger(__name__)
@@ -36,9 +37,16 @@ class WorkerSeat:
 
     @contextmanager
     def taken_after(
-        self, desk: DeskAddress | None, tensors: Iterable[tuple[str, torch.Tensor]]
+        self,
+        desk: DeskAddress | None,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        device: torch.device = HOST,
     ) -> Iterator[None]:
-        """Take a seat at `desk` once the block has loaded; its load of `tensors` is recorded if none was."""
+        """Take a seat at `desk` once the block has loaded; its load of `tensors` is recorded if none was.
+
+        Args:
+            device: Of the model. Later versions arrive there if there is room, else in host memory.
+        """
         if desk is None or desk == self._desk:
             yield
             return
@@ -50,6 +58,7 @@ class WorkerSeat:
             self._desk = desk
             try:
                 self.stages = Stages(recorder.regions, self._runtime)
+                self.stages.device = find_room(device, recorder.regions, tensors)
             except SyncError as error:
                 log.warning("this worker receives nothing directly: %s", error)
                 return

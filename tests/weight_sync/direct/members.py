@@ -19,6 +19,7 @@ from weight_sync.direct.carrier import Carrier
 from weight_sync.direct.orders import SeatOrder
 from weight_sync.direct.party import Party
 from weight_sync.direct.snapshot import Snapshots
+from weight_sync.direct.transports.choice import HOST
 from weight_sync.memory.parts import Part
 from weight_sync.protocol.state import ID_BITS
 from weight_sync.rectangles.packs import Pack, view_parcel
@@ -64,15 +65,17 @@ def make_source(rank: int, dtype: str = "float32") -> Snapshots:
 class ScriptedSink:
     """Party that keeps each version's packs where it can look at them."""
 
-    def __init__(self, regions: Sequence[Region]) -> None:
-        self.regions, self.dtypes = regions, {}
+    def __init__(self, regions: Sequence[Region], device: torch.device = HOST) -> None:
+        self.regions, self.dtypes, self.device = regions, {}, device
         self.stages: dict[int, _Stage] = {}
         self.kept: Collection[int] = ()
         self.has_opened = threading.Event()
         self.on_close: Callable[[], object] = lambda: None
 
-    def open(self, number: int, packs: Sequence[Pack], until: float, base: int = 0) -> _Stage:
-        self.stages[number] = _Stage(packs, self.on_close)
+    def open(
+        self, number: int, packs: Sequence[Pack], until: float, base: int = 0, device: torch.device = HOST
+    ) -> _Stage:
+        self.stages[number] = _Stage(packs, self.on_close, device)
         self.has_opened.set()
         return self.stages[number]
 
@@ -90,9 +93,9 @@ class ScriptedSink:
 
 
 class _Stage:
-    def __init__(self, packs: Sequence[Pack], on_close: Callable[[], object]) -> None:
+    def __init__(self, packs: Sequence[Pack], on_close: Callable[[], object], device: torch.device) -> None:
         self.packs, self._on_close = packs, on_close
-        self.data = [torch.zeros(pack.num_bytes, dtype=torch.uint8) for pack in packs]
+        self.data = [torch.zeros(pack.num_bytes, dtype=torch.uint8, device=device) for pack in packs]
         self.is_whole: bool | None = None
         self.has_closed = threading.Event()
 
@@ -135,12 +138,19 @@ def make_order(port: int, num_sources: int, world: int, deadline_s: float = WAIT
 class Members:
     """One membership, each member in a thread named after its rank."""
 
-    def __init__(self, parties: Sequence[Party], num_sources: int, *, is_tagged: bool = False) -> None:
+    def __init__(
+        self,
+        parties: Sequence[Party],
+        num_sources: int,
+        *,
+        is_tagged: bool = False,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
         self.store = open_store("127.0.0.1", 0, TIMEOUT)
         self._world = len(parties)
         order = make_order(self.store.port, num_sources, self._world)
         self.order = replace(order, is_tagged=is_tagged)
-        self.carriers = [Carrier(RUNTIME, party, self.order.secret, MAX_BYTES) for party in parties]
+        self.carriers = [Carrier(RUNTIME, party, self.order.secret, max_bytes) for party in parties]
         self._pool = ThreadPoolExecutor(self._world)
 
     def run(self, number: int, deadline_s: float = WAIT_S, base: int = 0) -> list[BaseException | None]:

@@ -28,9 +28,11 @@ from tests.weight_sync.direct.members import (
 from weight_sync.backends.contract import DigestMismatch
 from weight_sync.backends.sealed import SealedStore
 from weight_sync.direct import carrier as carrier_module
-from weight_sync.direct.carrier import Carrier, _Seals, _tell, make_steps
+from weight_sync.direct.carrier import Carrier, _tell
 from weight_sync.direct.orders import SeatOrder
 from weight_sync.direct.party import UNDER_WAY, Party, Superseded
+from weight_sync.direct.transports.seals import Seals
+from weight_sync.direct.waves import make_steps
 from weight_sync.rectangles.packs import Pack
 from weight_sync.rectangles.parcels import NobodyHolds, Parcel
 from weight_sync.rectangles.rectangle import Rectangle
@@ -188,10 +190,10 @@ def test_a_pack_of_an_earlier_round_is_not_taken_for_one_of_this(meet):
     for is_tagged in (False, True):
         order = SeatOrder(round=FIRST_ROUND, membership=1, secret="00" * 16, is_tagged=is_tagged)
         data_B = torch.arange(100, dtype=torch.uint8)
-        trailer_B = _Seals(order).make(7, data_B)
-        assert _Seals(order).fits(7, data_B, trailer_B)
-        assert not _Seals(order).fits(8, data_B, trailer_B)
-        assert not _Seals(replace(order, round=FIRST_ROUND + 1)).fits(7, data_B, trailer_B)
+        trailer_B = Seals(order).make(7, data_B)
+        assert Seals(order).fits(7, data_B, trailer_B)
+        assert not Seals(order).fits(8, data_B, trailer_B)
+        assert not Seals(replace(order, round=FIRST_ROUND + 1)).fits(7, data_B, trailer_B)
 
 
 def note_closes(members: Members, sinks: list[ScriptedSink]) -> list[bool]:

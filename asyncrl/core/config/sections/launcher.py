@@ -22,11 +22,11 @@ class WeightSyncSection(Section):
     With a `folder` that both sides reach, replicas on other hosts than the learner's read versions there
     (`auto`), or all do (`folder`); objects are encrypted. For an object store install its fsspec package.
 
-    With `direct` learner ranks send each engine worker what it loads, after its first version.
+    With `direct` learner ranks send engine workers what they load, after the first version: by NCCL or gloo.
     """
 
     backend: Literal["auto", "gloo", "direct", "folder", "nccl"] = "auto"
-    """Transport of weights; auto is gloo, and `folder` for replicas on other hosts. NCCL is not there yet."""
+    """Transport of weights; auto is gloo, and `folder` for replicas on other hosts. `nccl` is refused."""
     folder: Annotated[str | None, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s?#]+$")] = None
     """URL for fsspec where replicas without a common network read weights. For example: s3://bucket/run"""
     parallelism: Count = 1

@@ -193,7 +193,7 @@ def choose_backend(config: Config) -> Choice:
     if section.folder is not None:
         return Choice("gloo and folder", f"replicas on other hosts than this read {section.folder}")
     if section.is_direct:
-        return Choice("direct", "learner ranks send to engine workers, over gloo; the rest is staged")
+        return Choice("direct", "learner ranks send to engine workers, over NCCL or gloo; the rest is staged")
     is_set = section.backend == "gloo"
     why = "publisher and receivers have no GPU, which NCCL would need"
     return Choice("gloo", "weight_sync.backend says so" if is_set else why)

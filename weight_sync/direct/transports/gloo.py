@@ -21,11 +21,11 @@ from asyncrl.core.errors import DeadlineExceeded, SyncError
 from asyncrl.core.runtime.clock import Clock
 from weight_sync.backends.contract import Group
 from weight_sync.backends.gloo import FAILURES, connect_group, explain
-from weight_sync.backends.rendezvous import connect_store
 from weight_sync.backends.sealed import SealedStore
+from weight_sync.direct.transports.choice import HOST
 
-ABORT_TAG, GATHER_TAG = (1 << 31) - 1, (1 << 31) - 2
-"""Of no message, and of those of `gather`."""
+ABORT_TAG = (1 << 31) - 1
+"""Of no message."""
 AT_ONCE = timedelta(milliseconds=1)
 
 
@@ -51,32 +51,31 @@ class Sent:
 
 
 class GlooGroup:
-    """One member's end of a group; who has another `secret` is in no group with it.
+    """One member's end of a group.
 
     After an error it is only good for `abort` and `close`. One thread uses it, any thread may abort it.
     """
 
-    def __init__(self, clock: Clock, secret: str) -> None:
-        self._clock, self._secret = clock, secret
-        self._sealed: SealedStore | None = None  # see SealedStore
+    device = HOST
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._store: SealedStore | None = None  # see SealedStore
         self._process_group: ProcessGroup | None = (
             None  # a ProcessGroupGloo, whose type stub lacks most of it
         )
         self._others: list[int] = []
         self._is_aborted = False
 
-    def form(self, group: Group, until: float) -> SealedStore:
-        """Meet the other members; return the store that they share.
+    def form(self, store: SealedStore, group: Group, until: float) -> None:
+        """Connect to the other members, which meet in `store`.
 
         Raises:
             DeadlineExceeded: Not all came until `until`.
             SyncError: The rendezvous failed otherwise, or was aborted.
         """
-        left = self._left(until)
         try:
-            store = connect_store(None, group.store_host, group.store_port, left)
-            sealed = SealedStore(store, self._secret, f"direct/{group.membership}")
-            self._sealed, self._process_group = sealed, connect_group(sealed, group, left)
+            self._store, self._process_group = store, connect_group(store, group, self._left(until))
         except FAILURES as error:
             what = f"the group {group.membership} did not form"
             raise explain(error, self._clock.now(), until, what) from error
@@ -84,7 +83,6 @@ class GlooGroup:
         if self._is_aborted:
             self.abort()
             raise SyncError("the transfer was aborted")
-        return sealed
 
     def send(self, data_B: torch.Tensor, to: int, tag: int, until: float) -> Sent:
         """Start to send bytes, which stay as they are until the message was waited for.
@@ -97,19 +95,6 @@ class GlooGroup:
     def receive(self, data_B: torch.Tensor, source: int, tag: int, until: float) -> Sent:
         """Start to receive as many bytes as `source` sends with this tag."""
         return self._start(data_B, source, tag, until, is_sent=False)
-
-    def gather(self, data_B: torch.Tensor, until: float) -> list[torch.Tensor]:
-        """Return the bytes that each member hands in, as many as this one does.
-
-        Raises:
-            DeadlineExceeded, SyncError: As `Sent.wait`.
-        """
-        found = {other: torch.empty_like(data_B) for other in self._others}
-        moves = [self.receive(into_B, other, GATHER_TAG, until) for other, into_B in found.items()]
-        moves += [self.send(data_B, other, GATHER_TAG, until) for other in self._others]
-        for move in moves:
-            move.wait()
-        return [found.get(rank, data_B) for rank in range(len(found) + 1)]
 
     def _start(self, data_B: torch.Tensor, other: int, tag: int, until: float, *, is_sent: bool) -> Sent:
         self._left(until)

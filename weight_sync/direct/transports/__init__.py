@@ -1,0 +1,1 @@
+"""Groups of direct transfers: gloo between host memories, or NCCL between GPUs."""
