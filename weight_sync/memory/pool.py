@@ -21,6 +21,8 @@ from weight_sync.protocol.copies.slots import NUM_SLOTS, Slots
 from weight_sync.protocol.lanes.stripes import WHOLE, Stripe
 
 NO_TOKEN = -1
+MAX_TAKEN = 1
+"""Of publishers that take one version over: who died a second time may have died of it."""
 PREPARE_STEP_BYTES = 64 << 20
 """Reserved at once while requests wait: about 20 ms."""
 ACQUIRE_STEP_BYTES = 2 << 30
@@ -79,7 +81,7 @@ class SegmentPool(Slots[Slot]):
     ) -> None:
         super().__init__([Slot() for _ in range(num_slots)], keeps_sent=keeps_sent)
         self._prefix, self._incarnation, self.stripe = prefix, incarnation, stripe
-        self._serial = 0
+        self._serial = self._num_taken = 0
         self.token = NO_TOKEN
         self._state_file = PublisherStateFile(prefix)
         self._take_over()
@@ -94,6 +96,7 @@ class SegmentPool(Slots[Slot]):
             state_file is not None
             and state_file.manifest is not None
             and state_file.path.startswith(self._base)
+            and state_file.num_taken < MAX_TAKEN
         ):
             with contextlib.suppress(SyncError):  # gone: then nothing is current
                 num_bytes = state_file.manifest.layout.segment_bytes(self.stripe)
@@ -102,6 +105,7 @@ class SegmentPool(Slots[Slot]):
                     state_file.path, NO_TOKEN, num_bytes, manifest=state_file.manifest, bytes_B=bytes_B
                 )
                 self._slots[0] = self.current = slot
+                self._num_taken = state_file.num_taken + 1
                 kept.add(state_file.path)
         for path in segments.find_names(self._prefix):
             serial = path.rpartition("-")[2]
@@ -111,6 +115,7 @@ class SegmentPool(Slots[Slot]):
                 segments.unlink(path)
         if self.current is not None:
             self._share(self.current)
+            self._leave()
 
     @property
     def _base(self) -> str:
@@ -118,9 +123,8 @@ class SegmentPool(Slots[Slot]):
 
     def _leave(self) -> None:
         current = self.current
-        self._state_file.write(
-            Legacy(self.token, current.path if current else "", current.manifest if current else None)
-        )
+        path, manifest = (current.path, current.manifest) if current else ("", None)
+        self._state_file.write(Legacy(self.token, path, manifest, self._num_taken))
 
     def open(self, token: int) -> None:
         """Let the learner with `token` write; an older one is refused from now on.
@@ -201,7 +205,7 @@ class SegmentPool(Slots[Slot]):
             raise SyncError(f"the segment {path} has {slot.num_bytes} bytes, wanted {num_bytes}")
         slot.num_bytes, slot.manifest, slot.is_writing = num_bytes, manifest, False
         self._share(slot)
-        self.current = slot
+        self.current, self._num_taken = slot, 0
         self._leave()
 
     def close(self) -> None:

@@ -30,11 +30,13 @@ class Legacy:
         token: The newest fencing token that was seen.
         path: Segment of the current version; empty if there is none.
         manifest: Of the current version.
+        num_taken: Publishers that have taken it over, each from one that was killed.
     """
 
     token: int
     path: str = ""
     manifest: Manifest | None = None
+    num_taken: int = 0
 
 
 class PublisherStateFile:
@@ -46,7 +48,8 @@ class PublisherStateFile:
     def write(self, state_file: Legacy) -> None:
         """Replace what was written before; best effort, for a full /dev/shm must stop nobody."""
         manifest = state_file.manifest.to_bytes() if state_file.manifest else b""
-        data = msgpack.packb({"token": state_file.token, "path": state_file.path, "manifest": manifest})
+        fields = {"token": state_file.token, "path": state_file.path, "num_taken": state_file.num_taken}
+        data = msgpack.packb({**fields, "manifest": manifest})
         draft = Path(f"{self.path}.new")
         with contextlib.suppress(OSError):
             descriptor = os.open(draft, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
@@ -63,6 +66,7 @@ class PublisherStateFile:
                 return None
             data = field(plain, "manifest", bytes)
             manifest = Manifest.from_bytes(data) if data else None
-            return Legacy(field(plain, "token", int), field(plain, "path", str), manifest)
+            num_taken = field(plain, "num_taken", int)
+            return Legacy(field(plain, "token", int), field(plain, "path", str), manifest, num_taken)
         except (OSError, ValueError, msgpack.UnpackException, WireError):
             return None

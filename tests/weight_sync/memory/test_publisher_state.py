@@ -40,6 +40,17 @@ def test_the_next_publisher_has_the_current_version_and_removes_the_rest(prefix)
     assert commit(pool, 1, 3) != current and pool.current.number == 3
 
 
+def test_a_version_is_taken_over_once_as_the_second_publisher_may_have_died_of_it(prefix):
+    commit(SegmentPool(prefix, "7"), 3, 1)
+    second = SegmentPool(prefix, "7")
+    assert second.current is not None
+    third = SegmentPool(prefix, "7")
+    assert third.current is None and third.token == 3
+    commit(third, 3, 2)
+    fourth = SegmentPool(prefix, "7")
+    assert fourth.current is not None and fourth.current.number == 2, "a newer one is another matter"
+
+
 def test_the_next_publisher_refuses_the_learners_that_were_refused_before(prefix):
     killed = SegmentPool(prefix, "7")
     commit(killed, 1, 1)
