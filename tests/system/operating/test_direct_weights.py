@@ -34,7 +34,7 @@ def test_engines_that_die_while_they_receive_get_the_version_staged_and_the_next
 ) -> None:
     """Both engines' processes are killed at their first pack of one version."""
     monkeypatch.setenv(VARIABLE, f"direct.sink.pack@{DOOMED}")
-    rounds = finish(up("direct_kill", *SETS, "learner.steps=150"), num_steps=150)
+    rounds = finish(up("direct_kill", *SETS, "learner.steps=300"), num_steps=300)
     failed = [one["number"] for one in rounds if one["lane"] == "DIRECT" and one["cause"]]
     arrived = [one["number"] for one in rounds if one["lane"] == "DIRECT" and not one["cause"]]
     assert failed[0] == DOOMED and len(failed) <= 2, (
