@@ -48,20 +48,19 @@ class Relay:
         Raises:
             SyncError: Rank 0 cannot read it, or another node has no room for it or got other bytes.
         """
-        rank = self.group.rank()
-        is_first = rank % self.per_node == 0
-        with self.together("hold the version"):
-            memory = self._prepare(path, manifest) if is_first else None
-        if memory is not None and rank == 0:
-            self._send(memory.data, manifest)
-        with self.together("relay the version"):
-            if memory is not None and rank:
-                self._receive(memory.data, manifest)
-        places = [torch.zeros(2, dtype=torch.int64) for _ in range(self.group.size())]
-        own = torch.tensor([os.getpid(), memory.descriptor if memory is not None and rank else 0])
-        self.group.allgather([places], [own]).wait()
-        process, descriptor = places[rank - rank % self.per_node].tolist()
+        rank, memory = self.group.rank(), None
         try:
+            with self.together("hold the version"):
+                memory = self._prepare(path, manifest) if rank % self.per_node == 0 else None
+            if memory is not None and rank == 0:
+                self._send(memory.data, manifest)
+            with self.together("relay the version"):
+                if memory is not None and rank:
+                    self._receive(memory.data, manifest)
+            places = [torch.zeros(2, dtype=torch.int64) for _ in range(self.group.size())]
+            own = torch.tensor([os.getpid(), memory.descriptor if memory is not None and rank else 0])
+            self.group.allgather([places], [own]).wait()
+            process, descriptor = places[rank - rank % self.per_node].tolist()
             yield f"/proc/{process}/fd/{descriptor}" if rank >= self.per_node else path
         finally:
             if memory is not None and rank:

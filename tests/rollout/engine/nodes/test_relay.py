@@ -95,6 +95,7 @@ def test_bytes_of_another_digest_reach_no_worker() -> None:
     wrong = f"bucket {last} of version 7 is not what the learner wrote"
     other = "another worker could not relay the version"
     assert outcomes == [other, other, wrong, other, wrong, other]
+    assert open_memory() == []
 
 
 def test_a_file_that_is_gone_is_sent_to_nobody() -> None:
@@ -102,6 +103,7 @@ def test_a_file_that_is_gone_is_sent_to_nobody() -> None:
         outcomes = run_workers(f"{staged.path}-gone", staged.manifest)
     assert outcomes[0] == f"the segment {staged.path}-gone is gone"
     assert outcomes[1:] == ["another worker could not hold the version"] * 5
+    assert open_memory() == []
 
 
 def test_a_node_without_room_refuses_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,3 +124,4 @@ def test_a_node_without_room_refuses_before_anything_is_sent(monkeypatch: pytest
         outcomes = run_workers(staged.path, replace(staged.manifest), fill)
     assert "no room for the" in str(outcomes[4])
     assert outcomes[0] == "another worker could not hold the version"
+    assert open_memory() == []
