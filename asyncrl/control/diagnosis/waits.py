@@ -293,7 +293,7 @@ def _served(name: str, statuses: Statuses) -> int:
 def _from_weights(name: str, why: str, statuses: Statuses) -> Iterator[Edge]:
     """Yield the edge of a replica that waits for weights: publisher, coordinator or its receiver."""
     receiver = f"receiver.{name.partition('.')[2]}"
-    for source in (COORDINATOR, PUBLISHER, receiver):
+    for source in (COORDINATOR, *(statuses.of_kind("publisher") or (PUBLISHER,)), receiver):
         if (state := statuses.state(source)) in ABSENT:
             yield Edge(name, source, f"{why}, and {source} is {state}")
             return

@@ -22,7 +22,7 @@ WELL: dict[str, dict[str, Any]] = {
 
 def ends_at(changes: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
     """Return the last edge when a well run has these changes."""
-    statuses = {name: {**status, **changes.get(name, {})} for name, status in WELL.items()}
+    statuses = {name: {**WELL.get(name, {}), **changes.get(name, {})} for name in {**WELL, **changes}}
     edge = waiting_edges(statuses_of(statuses), groups_per_step=4)[-1]
     return edge.waiter, edge.whom, edge.why
 
@@ -45,6 +45,10 @@ def ends_at(changes: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
                 "publisher.0",
                 "it has no weights that it may serve, and publisher.0 is DEAD",
             ),
+        ),
+        (
+            {"rollout.0": {"step": 2}, "publisher.1": {"state": "STARTING"}},
+            ("rollout.0", "publisher.1", "it serves step 2, and publisher.1 is STARTING"),
         ),
         ({"rollout.0": {"step": 2}}, ("rollout.0", "weight_sync.0", "it serves step 2")),
         ({}, ("rollout.0", "buffer.0", "it is granted no lease")),
