@@ -17,6 +17,7 @@ from tests.weight_sync.direct.members import RUNTIME, TIMEOUT, WAIT_S
 from weight_sync.backends.contract import Group
 from weight_sync.backends.rendezvous import connect_store, open_store
 from weight_sync.backends.sealed import SealedStore
+from weight_sync.direct.transports import nccl
 from weight_sync.direct.transports.nccl import Message, NcclGroup, make_process_group
 
 pytestmark = pytest.mark.usefixtures("nccl")
@@ -111,6 +112,35 @@ def test_a_wave_that_an_abort_ended_does_not_count_as_done():
     assert wave._work.is_completed()
     with pytest.raises(SyncError, match="aborted"):
         wave.wait()
+
+
+def test_a_deadline_that_is_set_while_the_watcher_reads_the_one_before_wakes_it(monkeypatch):
+    waits: list[float] = []
+
+    class News(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if not self.is_set():
+                waits.append(timeout or 0.0)
+                times.append(1.0)
+            return True
+
+    class Scripted:
+        def event(self) -> News:
+            return News()
+
+        def now(self) -> float:
+            if len(times) == 1:
+                times.append(0.0)
+                group._watch_until(1.0)
+            return times[-1]
+
+    times = [0.0]
+    group = NcclGroup(Scripted(), GPU)
+    monkeypatch.setattr(nccl, "_has_aborted", lambda _store: False)
+    (alone,) = make_ranks(["a"])
+    store = SealedStore(open_store("127.0.0.1", 0, TIMEOUT), make_secret(), "direct/1")
+    group._watch(store, alone)
+    assert waits == [nccl.WATCH_S]
 
 
 def test_two_ranks_on_one_gpu_are_refused():

@@ -177,9 +177,10 @@ class NcclGroup:
 
     def _watch(self, store: SealedStore, group: ProcessGroup) -> None:
         """Wait for an abort or the deadline, then abort. Here alone, as it may take seconds."""
-        while not self._is_aborted and (left_s := self._until - self._runtime.now()) > 0:
-            self._news.clear()
-            if self._is_aborted or (left_s < math.inf and _has_aborted(store)):
+        while not self._is_aborted:
+            self._news.clear()  # before the deadline is read: a later one is news
+            left_s = self._until - self._runtime.now()
+            if self._is_aborted or left_s <= 0 or (left_s < math.inf and _has_aborted(store)):
                 break
             self._news.wait(min(WATCH_S if left_s < math.inf else IDLE_S, left_s))
         if self._is_told or not self._is_aborted:

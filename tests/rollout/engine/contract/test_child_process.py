@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,26 @@ def test_an_answer_that_does_not_come_ends_at_its_deadline_and_the_child_with_it
     pid, others, folder = asyncio.run(ask())
     assert not psutil.wait_procs(others, 10.0)[1] and not psutil.pid_exists(pid)
     assert not Path(folder).exists()
+
+
+def test_a_child_that_hangs_up_and_cannot_be_killed_fails_all_that_is_asked_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "END_S", 0.2)
+
+    async def ask() -> None:
+        hang_up = "import os, sys, time; os.close(int(sys.argv[1])); time.sleep(600)"
+        child = make_child(tmp_path, f"exec {sys.executable} -c '{hang_up}' $3")
+        kill, kills = child._kill_session, list[None]()
+        monkeypatch.setattr(child, "_kill_session", lambda: kill() if kills else kills.append(None))
+        await child.start()
+        try:
+            with pytest.raises(EngineDied, match="goes on although it was killed"):
+                await child.ask(Resume(child.new_number()), "the resumption", 30.0)
+        finally:
+            await child.end()
+
+    asyncio.run(ask())
 
 
 async def _pair() -> tuple[Channel[Answer], Channel[Ask], socket.socket]:
