@@ -38,7 +38,12 @@ def _member_status(member: Member, now: float | None) -> MemberStatus:
 
 
 def obstacles_of(coordination: Coordination) -> Iterator[Obstacle]:
-    """Yield the members that the last transfers to them have not reached, and what each said of it."""
+    """Yield publishers that disagree on the stripes, and members that the last transfers did not reach."""
+    counts = {name: one.stripe.count for name, one in sorted(coordination.publishers.items())}
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{name} says {count}" for name, count in counts.items())
+        reason = f"no version is sent: publishers disagree on how many there are: {told}; start the run again"
+        yield Obstacle("", Cause.WEIGHTS_UNDELIVERED, reason)
     for member in coordination.members.values():
         if member.is_listening and member.num_failures:
             reason = f"a version did not reach it: {member.last_error}"

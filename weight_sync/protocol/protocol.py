@@ -95,6 +95,10 @@ class Coordination:
         return self._state.publisher
 
     @property
+    def publishers(self) -> Mapping[str, PublisherInfo]:
+        return self._state.publishers
+
+    @property
     def current(self) -> PolicyVersion | None:
         return self._state.current
 

@@ -77,9 +77,9 @@ class CoordinationState:
 
     @property
     def senders(self) -> list[PublisherInfo]:
-        """The publishers in the order of their stripes; empty unless each stripe has one."""
+        """The publishers in the order of their stripes; empty unless each has one, and all agree on them."""
         known = sorted(self.publishers.values(), key=lambda one: one.stripe.index)
-        return known if known and len(known) == known[0].stripe.count else []
+        return known if {one.stripe.count for one in known} == {len(known)} else []
 
     def deadlines(self, lane: Lane) -> Timing:
         """Return those of the current version in a lane."""

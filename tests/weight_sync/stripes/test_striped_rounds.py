@@ -7,7 +7,7 @@ import pytest
 from asyncrl.core.errors import WireError
 from asyncrl.core.staleness import PolicyVersion
 from tests.weight_sync.protocol.world import World
-from weight_sync.coordination.conversions import publisher_info_of
+from weight_sync.coordination.conversions import obstacles_of, publisher_info_of
 from weight_sync.protocol.lanes.stripes import Stripe
 from weight_sync.protocol.members import PublisherInfo
 from weight_sync.protocol.messages import PublisherHello
@@ -171,6 +171,18 @@ def test_a_version_that_one_publisher_has_lost_goes_out_no_more_and_the_next_one
     assert world.coordination.current is None
     world.publish(2, SECOND)
     assert world.coordination.current == PolicyVersion(2, 1)
+
+
+def test_publishers_that_disagree_on_their_number_send_nothing_and_the_status_says_so(world):
+    world.start(Stripe(1, 3), "2")
+    world.publish(1)
+    world.obey(*everyone(world))
+    assert world.coordination.current is None and not world.orders("offer")
+    (found,) = obstacles_of(world.coordination)
+    assert "publisher says 2, publisher.1 says 3" in found.reason
+    world.start(SECOND, "3", number=1)
+    assert not list(obstacles_of(world.coordination))
+    assert world.coordination.current == PolicyVersion(1, 0)
 
 
 def test_a_member_that_falls_silent_is_blamed_once_for_all_stripes(world):
