@@ -264,7 +264,7 @@ class Coordination:
                 self.publisher.seats = num_seats
             self._rounds.leave_direct_path(now)
             self._note_change(now)
-        else:
+        elif name in self.members:  # further publishers have none
             self.members[name].seats, self.members[name].direct_base = num_seats, UNLOADED
             self._rounds.groups.forget(name)
             self._note_change(now, name)

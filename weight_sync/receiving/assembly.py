@@ -77,6 +77,7 @@ class Assemblies:
         found.stripes.add(stripe)
         found.rounds.discard(round_id)
         if not found.is_complete:
+            self._settle(found)
             return None
         if found is self._partial:
             self._partial = None

@@ -81,6 +81,15 @@ def test_a_copy_is_given_back_once_nobody_is_to_bring_more_of_it(staging, assemb
     assert reserve(staging, assemblies, 3, 2, 2) == path
 
 
+def test_a_copy_that_an_offer_of_another_version_replaced_is_given_back_with_its_last_round(
+    staging, assemblies
+):
+    path = reserve(staging, assemblies, 1, 1, 2)
+    assemblies.join(2, manifest_of(2), 2)
+    assemblies.verify(1, 0)
+    assert reserve(staging, assemblies, 3, 3, 2) == path
+
+
 def test_no_room_for_a_copy_leaves_nothing_behind(assemblies, staging, monkeypatch):
     def refuse(_manifest: object) -> None:
         raise SyncError("no room")

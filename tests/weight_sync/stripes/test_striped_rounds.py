@@ -208,6 +208,11 @@ def test_an_abort_that_each_of_two_publishers_left_unanswered_is_none_that_one_l
     assert world.coordination.counters["rounds_failed"] == 2 and not world.coordination.culprit
 
 
+def test_seats_of_a_publisher_that_has_none_change_nothing(world):
+    world.coordination.seats_changed("publisher.1", 2, world.now)
+    assert world.coordination.publisher.seats == 0
+
+
 def test_a_hello_in_the_name_of_another_stripes_publisher_is_refused():
     hello = PublisherHello(
         name="publisher", incarnation="1", store_host="h", store_port=1, stripe=1, num_stripes=2
