@@ -39,6 +39,7 @@ from benchmarks.weight_sync.peers.joiners import SPARE_S, measure_joiners
 from benchmarks.weight_sync.peers.services import Fleet, Sync
 from benchmarks.weight_sync.peers.trainer_client import ask_clients
 from benchmarks.weight_sync.publish import MAX_RATIO, measure_publish
+from benchmarks.weight_sync.stripes import COUNTS, QUICK_COUNTS, measure_stripes, parse_counts, stripes_lines
 
 MB = 10**6
 FULL = [(100, 1), (100, 2), (100, 4), (400, 1), (400, 2), (400, 4)]
@@ -69,11 +70,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--keys", action="store_true", help=keys_help)
     path_help = "paths to measure, separated by commas: staged, direct; all without it"
     parser.add_argument("--path", type=parse_paths, default=PATHS, metavar="PATHS", help=path_help)
+    stripes_help = "numbers of publishers that send a stripe each; 1,2,4 without it, 1,2 with --quick"
+    parser.add_argument("--stripes", type=parse_counts, metavar="COUNTS", help=stripes_help)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)  # as a learner on a CPU does: with two a plain copy takes half as long
     has_engine = not given.quick and given.rows is None
     rows = given.rows or (QUICK if given.quick else FULL)
     how = {"quick": given.quick, "has_engine": has_engine, "has_keys": given.keys, "paths": given.path}
+    how["stripes"] = given.stripes or (QUICK_COUNTS if given.quick else COUNTS)
     results = measure(rows, given.bucket_bytes, **how)
     code = report(given, results, table, check, describe(results))
     if given.json is not None and given.json.suffix != ".png":
@@ -103,6 +107,7 @@ def measure(
     has_engine: bool,
     has_keys: bool = False,
     paths: Sequence[str] = PATHS,
+    stripes: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Measure the rows (megabytes, receivers), and what concerns vLLM if `has_engine`."""
     num_joiners = NUM_QUICK_JOINERS if quick else NUM_JOINERS
@@ -125,6 +130,13 @@ def measure(
         "deaths": {
             path: measure_death(make_fleet(path, NUM_RECEIVERS, sizes[-1] * MB, bucket_bytes))
             for path in paths
+        },
+        "stripes": {
+            str(count): measure_stripes(
+                count, sizes[0 if quick else -1] * MB, bucket_bytes, num_turns, quick=quick
+            )
+            for count in stripes
+            if STAGED in paths
         },
         "publish": [measure_publish(megabytes * MB, num_turns) for megabytes in sizes],
         "engine": measure_engine(NUM_ENGINE_TURNS, RATE_S, bucket_bytes) if has_engine else None,
@@ -282,6 +294,7 @@ def table(results: dict[str, Any]) -> str:
             f"{path}, {death['num_bytes'] / MB:.0f} MB: {who} dies in the middle of a version, all have "
             f"loaded it {death['hold_s']:.2f} s later (a whole sync {death['sync_s']:.2f} s)"
         )
+    lines += stripes_lines(results["stripes"])
     lines += [
         f"learner stall, {row['num_bytes'] / MB:.0f} MB, nobody receives: {row['ratio']:.2f} of a plain copy"
         for row in results["publish"]
@@ -407,6 +420,11 @@ def check(results: dict[str, Any]) -> Verdict:
     for path, death in results["deaths"].items():
         most_s = HOLD_S[path] + death["sync_s"]
         ratios[f"dead sender of a sync and {HOLD_S[path]:g} s, {path}"] = most_s / death["hold_s"]
+    for count, figures in results["stripes"].items():
+        if "death" in figures:
+            most_s = HOLD_S[STAGED] + figures["death"]["sync_s"]
+            what = f"dead publisher of a sync and {HOLD_S[STAGED]:g} s, {count} stripes"
+            ratios[what] = most_s / figures["death"]["hold_s"]
     for row in results["publish"]:
         size = f"{row['num_bytes'] / MB:.0f} MB"
         ratios[f"learner stall of a plain copy, {size}, target {MAX_RATIO}"] = MAX_RATIO / row["ratio"]

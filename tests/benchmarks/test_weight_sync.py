@@ -13,6 +13,7 @@ from benchmarks.weight_sync.peers.joiners import measure_joiners
 from benchmarks.weight_sync.peers.peers import WAIT_S
 from benchmarks.weight_sync.peers.weights import count_bytes, make_weights
 from benchmarks.weight_sync.rounds import make_fleet
+from benchmarks.weight_sync.stripes import measure_stripes, parse_counts, share_of_bare
 from weight_sync.direct.carrier import PACK_BYTES
 
 
@@ -62,6 +63,21 @@ def test_all_receivers_load_a_version_whose_sender_dies_in_the_middle_of_it(path
     assert figures["sync_s"] > 0 and 0 < figures["hold_s"] < WAIT_S
 
 
+@pytest.mark.long
+def test_versions_of_several_publishers_are_timed_with_a_joiner_and_the_death_of_one() -> None:
+    figures = measure_stripes(2, 10**6, bucket_bytes=1 << 18, num_turns=1, quick=False)
+    assert share_of_bare(figures) > 0 and figures["joiner"]["amid_s"] > 0
+    assert 0 < figures["death"]["hold_s"] < WAIT_S
+
+
+def test_a_share_of_bare_groups_is_one_of_rates() -> None:
+    figures = {"num_bytes": 50, "bare_bytes": 100, "bare_s": [1.0, 2.0], "transfer_s": [1.0, 2.0]}
+    assert share_of_bare(figures) == 0.5
+    assert parse_counts("1,4,4") == (1, 4)
+    with pytest.raises(ValueError, match="0"):
+        parse_counts("2,0")
+
+
 def make_results(**changed: float) -> dict[str, Any]:
     row = {
         "num_bytes": 100 * 10**6,
@@ -103,6 +119,16 @@ def make_results(**changed: float) -> dict[str, Any]:
             path: {"num_bytes": 10**8, "sync_s": 0.2, "hold_s": changed.get(f"dead, {path}", 1.0)}
             for path in weight_sync.PATHS
         },
+        "stripes": {
+            "2": {
+                "num_bytes": 10**8,
+                "bare_bytes": 10**8,
+                "transfer_s": [0.2],
+                "bare_s": [0.15],
+                "joiner": {"hello_to_ready_s": [0.3], "amid_s": 0.4},
+                "death": {"sync_s": 0.2, "hold_s": changed.get("dead stripe", 1.0)},
+            }
+        },
         "publish": [{"learner": "tensors", "num_bytes": 10**8, "ratio": changed.get("stall", 1.2)}],
         "engine": {"num_bytes": 10**8, "num_requests": 8, **{name: [engine[name]] for name in engine}},
         "vllm_clients": {"nccl": "RuntimeError: no GPU"},
@@ -126,6 +152,7 @@ def test_figures_within_the_targets_pass_and_the_worst_is_named() -> None:
         ({"amid, direct": 1.3}, "late joiner of a transfer, a load and 1 s, direct"),
         ({"dead, staged": 6.3}, "dead sender of a sync and 6 s, staged"),
         ({"dead, direct": 3.3}, "dead sender of a sync and 3 s, direct"),
+        ({"dead stripe": 6.3}, "dead publisher of a sync and 6 s, 2 stripes"),
         ({"publish_s": 0.041}, "staged stall of a plain copy"),
         ({"direct_publish_s": 0.066}, "direct stall of a plain copy"),
     ],
@@ -140,6 +167,7 @@ def test_every_target_can_be_missed(changed: dict[str, float], words: str) -> No
 def test_the_table_shows_ratios_the_engine_and_the_words_of_vllms_client() -> None:
     text = weight_sync.table(make_results())
     assert "0.9" in text
+    assert "stripes 2, 100 MB to 1: 0.75 of as many bare groups at once" in text
     assert "pause 0.100 s, 1.11 of the same load at rest" in text
     assert "vLLM's trainer client nccl: RuntimeError: no GPU" in text
 

@@ -56,13 +56,18 @@ class GlooRank:
             self._copy_B.copy_(self._bytes_B)
         return began, now_s()
 
+    def num_bytes(self) -> int:
+        """Return the bytes of a turn."""
+        return self._bytes_B.numel()
+
     def _send(self, tensor: torch.Tensor) -> None:
         self._group.broadcast([tensor], self._broadcast).wait(TIMEOUT)
 
 
 def run_rank(pipe: Connection, *args: int) -> None:
     """Entry of a rank's process; `args` are those of `GlooRank`."""
-    obey(pipe, {"turn": GlooRank(*args).turn})
+    rank = GlooRank(*args)
+    obey(pipe, {"turn": rank.turn, "num_bytes": rank.num_bytes})
 
 
 class BareGroup:
@@ -78,11 +83,24 @@ class BareGroup:
 
     def seconds(self, way: str) -> float:
         """Return the seconds from the sender's start to the last receiver's end."""
+        self.begin(way)
+        began, ended = self.end(way)
+        return ended - began
+
+    def begin(self, way: str) -> None:
+        """Have all ranks take a turn."""
         for rank in self._ranks:
             rank.tell("turn", way)
+
+    def end(self, way: str) -> tuple[float, float]:
+        """Return when the sender began that turn and the last receiver ended it."""
         times = [rank.hear() for rank in self._ranks]
         ends = times[:1] if way == MEMCPY else times[1:]
-        return float(max(end for _, end in ends) - times[0][0])
+        return float(times[0][0]), float(max(end for _, end in ends))
+
+    def num_bytes(self) -> int:
+        """Return the bytes of a turn."""
+        return int(self._ranks[0].ask("num_bytes"))
 
     def close(self) -> None:
         """End all ranks."""

@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,11 +31,14 @@ from asyncrl.core.sockets.keys import make_run_keys
 from asyncrl.core.staleness import PolicyVersion
 from benchmarks.weight_sync.peers.peers import WAIT_S, Entry, Peer, now_s, obey
 from benchmarks.weight_sync.peers.weights import count_bytes, make_weights, read_weights
+from learner.ranks import Ranks
+from learner.striped import StripedPublish
 from weight_sync import composition
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.staging import Staged, open_tensors
+from weight_sync.protocol.lanes.stripes import Stripe
 from weight_sync.protocol.messages import ReceiverHello
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import Order, Timing
@@ -165,6 +168,45 @@ def run_learner(pipe: Connection, context: ServiceContext, source: int | Path) -
     obey(pipe, {name: getattr(learner, name) for name in LEARNER_ACTS})
 
 
+class StripedLearner(Learner):
+    """One rank that publishes each version to all publishers, to each its stripe."""
+
+    def __init__(self, context: ServiceContext, source: int | Path) -> None:
+        super().__init__(context, source)
+        names = sorted(name for name in context.addresses if name.startswith("publisher."))
+        stripes = [Stripe(index, len(names)) for index in range(len(names))]
+        bucket_bytes = context.config.weight_sync.bucket_bytes
+
+        def connect(token: int, stripe: Stripe) -> PublisherClient:
+            address = context.addresses[names[stripe.index]]
+            where = (ThreadRuntime(), address, context.shm_prefix, bucket_bytes, token)
+            return PublisherClient(*where, keys=context.client_keys, stripe=stripe)
+
+        self._striped = StripedPublish(connect, stripes, Ranks(0, 1, torch.device("cpu")), bucket_bytes)
+
+    def publish(self, number: int) -> tuple[float, float]:
+        """As `Learner.publish`."""
+        began = now_s()
+        is_taken = self._striped.has_room(1, None, self)
+        if not (is_taken and self._striped.publish(PolicyVersion(number, number), self)):
+            raise ServiceFailed("a publisher had no segment free, or is away")
+        return began, now_s()
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each tensor."""
+        yield from self._weights
+
+    def named_parts(self) -> tuple[()]:
+        """Return nothing: this learner hands over full tensors."""
+        return ()
+
+
+def run_striped_learner(pipe: Connection, context: ServiceContext, source: int | Path) -> None:
+    """Entry of the process of a learner with several publishers."""
+    learner = StripedLearner(context, source)
+    obey(pipe, {name: getattr(learner, name) for name in LEARNER_ACTS})
+
+
 class CopyingReplica:
     """Stands for a replica: loads a version by copying its bytes into memory of its own, or not at all."""
 
@@ -230,6 +272,7 @@ class Fleet:
         source: See `run_learner`.
         has_keys: Sockets have keys, and broadcasts tags.
         maps: Receivers map what the publisher of their node has; else they get its bytes, as on another node.
+        num_stripes: Publishers, each of which sends its stripe of every version.
         entries: Of the learner's process and of a replica's, if these are others than here: `peers.direct`.
     """
 
@@ -241,8 +284,9 @@ class Fleet:
         has_keys: bool = True,
         maps: bool = False,
         entries: tuple[Entry, Entry] | None = None,
+        num_stripes: int = 1,
     ) -> None:
-        self._maps, self._entries = maps, entries
+        self._maps, self._entries, self._num_stripes = maps, entries, num_stripes
         self.context = make_context(bucket_bytes, has_keys=has_keys, is_direct=entries is not None)
         self._peers: list[Peer] = []
         self._replicas: list[CopyingReplica] = []
@@ -250,12 +294,14 @@ class Fleet:
         self.first_times: dict[tuple[str, str], float] = {}
         self._number = 0
         self.coordinator = self._start(COORDINATOR_NAME)
-        self._publisher = self._start(PUBLISHER_NAME)
+        for index in range(num_stripes):
+            self._publisher = self._start(f"publisher.{index}")
         self.receivers = [f"receiver.{index}" for index in range(num_receivers)]
         for name in self.receivers:
             self._start(name)
         self._await_members(set(self.receivers))
-        self.learner = Peer("learner", entries[0] if entries else run_learner, self.context, source)
+        entry = run_learner if num_stripes == 1 else run_striped_learner
+        self.learner = Peer("learner", entries[0] if entries else entry, self.context, source)
         self._peers.append(self.learner)
         self.num_bytes = int(self.learner.ask("num_bytes"))
 
@@ -356,7 +402,7 @@ class Fleet:
             self.learner.tell("publish", self._number)
             died_s = self._publisher.await_end()
             self.learner.hear()
-            self._publisher = self._start(PUBLISHER_NAME)
+            self._publisher = self._start(self._publisher.name)
         return max(self.follow("loaded")["loaded"]) - died_s
 
     def copy_s(self) -> float:
@@ -372,7 +418,10 @@ class Fleet:
         shutil.rmtree(segments.SHM_DIR / self.context.shm_prefix, ignore_errors=True)
 
     def _start(self, name: str) -> Peer:
-        peer = Peer(name, run_service, replace(self.context, name=name), None if self._maps else name)
+        context = replace(self.context, name=name)
+        if context.kind == "publisher":
+            context = replace(context, rank=context.index, world_size=self._num_stripes)
+        peer = Peer(name, run_service, context, None if self._maps else name)
         self._peers.append(peer)
         addresses = {**self.context.addresses, name: peer.hear()}
         self.context = replace(self.context, addresses=addresses)
