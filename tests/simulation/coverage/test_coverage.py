@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
-from tests.simulation.coverage.elsewhere import choose_tests, make_rows
-from tests.simulation.coverage.measure import ROOT, functions_of, ranges_of, read_tests
+import pytest
+
+from tests.simulation.command import play_seeds
+from tests.simulation.coverage.elsewhere import NUM_SEEDS, choose_tests, make_rows
+from tests.simulation.coverage.measure import ROOT, Coverage, functions_of, ranges_of, read_tests
 from tests.simulation.scopes import SCOPES
 
 
@@ -20,6 +23,20 @@ def test_each_test_that_the_report_names_is_there_and_so_is_its_function() -> No
         for one in ids:
             file, _, test = one.partition("::")
             assert re.search(rf"^(async )?def {test}\b", (ROOT / file).read_text(), re.M), one
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_each_function_of_weight_sync_that_its_seeds_leave_a_statement_of_has_a_row() -> None:
+    scope = SCOPES["sync"]
+    coverage = Coverage(scope.files)
+    coverage.begin()
+    for _ in play_seeds(scope, range(NUM_SEEDS)):
+        pass
+    coverage.end()
+    left = {(path, function) for path, ranges in coverage.missing().items() for _, function in ranges}
+    assert len(left) > 50, "it counts what is left"
+    assert sorted(left - read_tests().keys()) == []
 
 
 def test_the_fewest_tests_that_run_all_that_is_left_are_named_and_of_those_the_nearest() -> None:

@@ -25,10 +25,10 @@ from tests.weight_sync.cluster import WAIT_S, processes
 from weight_sync.backends.contract import DigestMismatch, Group, Transport
 from weight_sync.backends.folder import FolderTransport, Shelf
 from weight_sync.backends.gloo import GlooTransport
-from weight_sync.backends.store import Store
+from weight_sync.backends.store import Store, StoreError
 from weight_sync.backends.tags import TaggedTransport
 from weight_sync.encoding.delta_codec import carry_whole
-from weight_sync.protocol.rounds import DIGEST, TRANSPORT
+from weight_sync.protocol.rounds import DIGEST, STORE, TRANSPORT
 from weight_sync.transfer_executor import MAX_UNDER_WAY, TransferExecutor, TransferOrder
 
 CLOCK = ThreadRuntime()
@@ -358,3 +358,22 @@ def test_an_error_that_nobody_foresaw_ends_the_transfer_with_its_cause(kind):
         raise MemoryError("no memory is left")
 
     assert carry_alone(kind, after_bucket, WAIT_S) == (TRANSPORT, "no memory is left")
+
+
+@KINDS
+def test_a_failure_of_a_store_ends_the_transfer_with_a_cause_of_its_own(kind):
+    def after_bucket(index: int, bucket: torch.Tensor) -> None:
+        raise StoreError("it takes nothing")
+
+    assert carry_alone(kind, after_bucket, WAIT_S) == (f"{STORE}: it takes nothing", "it takes nothing")
+
+
+def test_bytes_that_are_mapped_and_wrong_end_their_check_with_its_cause():
+    def after_bucket(index: int, bucket: torch.Tensor) -> None:
+        raise DigestMismatch("other bytes")
+
+    ends = queue.Queue[tuple[str, str]]()
+    transfers = TransferExecutor(CLOCK, lambda _: ScriptedTransport())
+    transfers.check(1, [bucket_of(10, 0)], after_bucket, lambda cause, message: ends.put((cause, message)))
+    assert ends.get(timeout=WAIT_S) == (DIGEST, "other bytes")
+    transfers.close()

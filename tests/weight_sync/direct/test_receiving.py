@@ -9,19 +9,23 @@ from typing import Any
 
 import pytest
 
+from asyncrl.core.runtime.threads import ThreadEvent
+from tests.runtimes import ManualRuntime
 from tests.weight_sync.direct.members import RUNTIME
 from tests.weight_sync.direct.test_desk import Room
 from tests.weight_sync.memory.test_shared_memory import make_manifest
+from weight_sync import coordinator_session
 from weight_sync.backends.contract import Group
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import ANY_VERSION
 from weight_sync.memory.pool import SegmentPool
-from weight_sync.memory.staging_area import StagingArea
+from weight_sync.memory.staging_area import Copy, StagingArea
 from weight_sync.protocol import messages as told
 from weight_sync.protocol.rounds import ABORTED, DIGEST, TRANSPORT
 from weight_sync.publisher import Endpoint, PublisherService
+from weight_sync.receiving.assembly import NO_BYTES
 from weight_sync.receiving.inbound_rounds import InboundRounds
-from weight_sync.receiving.receiver import ignore_bucket
+from weight_sync.receiving.receiver import ReceiverService, ignore_bucket
 from weight_sync.transfer_executor import TransferOrder
 
 
@@ -147,6 +151,28 @@ def test_what_the_workers_have_lost_is_dropped_wherever_it_stands_and_staged_cop
     assert not staging._free, "there was no segment"
     receiver.stage(4)
     assert staging.drop_direct() == [] and staging.newest_verified == 4
+
+
+def test_a_receiver_tells_the_coordinator_of_each_version_that_silent_workers_have_lost(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(coordinator_session, "CALL_DEADLINE_S", 0.1)  # nobody answers its hello
+    room, staging = Room(count=1), StagingArea(f"asyncrl-{uuid.uuid4().hex[:8]}-", "1", keeps_base=True)
+    nobody, here = f"ipc://{tmp_path}/nobody", f"ipc://{tmp_path}/r"
+    service = ReceiverService(
+        nobody, "receiver.0", "1", staging, pytest.fail, ManualRuntime(100.0), 60.0, bind=here, desk=room.desk
+    )
+    room.ask(0)
+    staging.put_verified(Copy(make_manifest(1), "", NO_BYTES))
+    room.clock.advance(60.0)
+    service.tick(100.0)
+    reports = service._session._reports
+    told_of = [reports.get_nowait().event for _ in range(reports.qsize())]
+    assert told_of == [told.SeatsChanged(1), told.Lost(1), told.SeatsChanged(0)]
+    assert staging.newest_verified == 0
+    over = ThreadEvent()
+    over.set()
+    service.run(over)
 
 
 def test_what_the_workers_hold_is_the_base_of_direct_differences_alone_until_it_is_lost_or_older(receiver):

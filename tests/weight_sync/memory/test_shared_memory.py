@@ -52,6 +52,43 @@ def test_a_segment_without_room_is_an_error_and_leaves_nothing(prefix):
     assert segments.find(prefix) == []
 
 
+def test_what_cannot_be_opened_mapped_shared_or_have_its_size_is_an_error_of_ours(prefix, tmp_path):
+    with pytest.raises(SyncError, match="cannot open"):
+        segments.attach(str(tmp_path), 64)
+    with pytest.raises(SyncError, match="cannot map"):
+        segments.attach(str(tmp_path), os.stat(tmp_path).st_size, mmap.MAP_PRIVATE)
+    with pytest.raises(SyncError, match="no room"):
+        segments.create(f"{prefix}a", -1, is_reserved=False)
+    assert segments.find(prefix) == []
+    assert segments.share(f"{segments.SHM_DIR}/{prefix}a", 1) == "", "there is none"
+
+
+def test_a_segment_that_its_owner_takes_back_or_has_replaced_is_not_mapped(prefix, monkeypatch):
+    path = segments.create(f"{prefix}a", 64)
+    lock = segments.fcntl.flock
+    with open(path, "rb") as owner, monkeypatch.context() as patch:
+        lock(owner, segments.fcntl.LOCK_EX)
+        with pytest.raises(SegmentGone, match="taken back"):
+            segments.attach(path, 64, mmap.MAP_PRIVATE)
+
+        def replace_and_lock(fd: int, kind: int) -> None:
+            os.replace(segments.create(f"{prefix}b", 64), path)
+            lock(owner, segments.fcntl.LOCK_UN)
+            lock(fd, kind)
+
+        patch.setattr(segments.fcntl, "flock", replace_and_lock)
+        with pytest.raises(SegmentGone, match="is gone"):
+            segments.attach(path, 64, mmap.MAP_PRIVATE)
+
+
+def test_of_free_copies_no_more_than_two_are_kept(prefix):
+    staging = StagingArea(prefix, uuid.uuid4().hex)
+    copies = [room_for(staging, make_manifest(number)) for number in (1, 2, 3)]
+    for copy in copies:
+        staging.give_back(copy)
+    assert segments.find(prefix) == sorted(copy.path for copy in copies[1:])
+
+
 def test_unlink_all_removes_the_prefix_and_nothing_else(prefix):
     for name in (f"{prefix}a", f"{prefix}b"):
         segments.create(name, 64)

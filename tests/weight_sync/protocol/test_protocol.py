@@ -181,6 +181,8 @@ def test_a_verified_member_swaps_while_another_one_still_receives():
         world.coordination.accepted(name, 1, world.now)
     world.coordination.verified("a", 1, 1, world.now)
     assert [order.to for order in world.take() if order.kind == "commit"] == ["a"]
+    world.coordination.failed("a", 1, "transport", world.now)
+    assert not world.member("a").last_error, "who holds the version has not failed"
 
 
 @pytest.mark.parametrize("parallelism", [1, 2])

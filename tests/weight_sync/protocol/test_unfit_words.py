@@ -23,7 +23,7 @@ from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.staging_area import Copy
 from weight_sync.protocol.lanes.stripes import WHOLE
 from weight_sync.protocol.members import PublisherInfo
-from weight_sync.protocol.messages import Instruction, Offer, Transfer, Withdraw
+from weight_sync.protocol.messages import Instruction, MapCopy, Offer, Transfer, Withdraw
 from weight_sync.publisher import SUPERSEDED, Endpoint, PublisherService
 from weight_sync.receiving.receiver import ReceiverService
 from weight_sync.transfer_executor import TransferOrder
@@ -114,11 +114,14 @@ def test_a_publisher_that_finds_no_room_says_so_once_and_looks_no_more(
 def test_a_receiver_refuses_an_order_that_is_none_for_it(receiver: ReceiverService) -> None:
     with pytest.raises(WireError, match="a receiver does not take the order 'strange'"):
         receiver._carry_out(Strange(), b"")
+    receiver._obey(Strange(), b"")
+    assert receiver.counters["refused_orders"] == 1, "and it goes on"
 
 
 def test_an_offer_behind_its_abort_is_not_accepted(receiver: ReceiverService) -> None:
     receiver._rounds.abort(9)
     receiver._carry_out(Offer(round=9, number=1), b"")
+    receiver._carry_out(MapCopy(round=9, number=1, path="/dev/shm/none"), b"")
     assert receiver._session._reports.empty()
 
 
