@@ -116,5 +116,5 @@ def test_a_stored_file_that_misses_a_target_has_a_section_that_says_so(name: str
 
 
 def test_the_file_of_weight_sync_misses_a_target_which_its_section_tells_by_its_words():
-    (verdict,) = missed(RowFile.read(RESULTS / "weight_sync-2026-11-21.json"))
-    assert "learner stall" in verdict and verdict in sections_of("weight_sync-2026-11-21.json")
+    (verdict,) = missed(RowFile.read(RESULTS / "weight_sync-2026-11-28.json"))
+    assert "late joiner" in verdict and verdict in sections_of("weight_sync-2026-11-28.json")
