@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncrl.core.errors import EngineError
-from asyncrl.core.staleness import UNLOADED, PolicyVersion, Span
-from rollout_service.engine.protocol import Completion, EngineDied, Interrupted, Sampling
+from asyncrl.core.staleness import Span
+from rollout_service.engine.in_flight import CONTROL_DEADLINE_S, LOAD_BYTES_PER_S, InFlightEngine
+from rollout_service.engine.protocol import Completion, Interrupted, Sampling
 from rollout_service.engine.sglang.messages import (
     Abort,
     Generate,
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from weight_sync.memory.staging import Staged
 
 START_DEADLINE_S = 900.0
-CONTROL_DEADLINE_S = 60.0
-LOAD_BYTES_PER_S = 0.5e9
-INTERRUPT_PAUSE_S = 0.02
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SPARE_TOKENS = 8
 """SGLang keeps a few positions of its context for itself; responses are cut at `max_model_tokens` here."""
@@ -69,26 +66,17 @@ class SglangSettings:
     engine_args: Mapping[str, object] = field(default_factory=dict)
 
 
-class SglangEngine:
+class SglangEngine(InFlightEngine[int]):
     """An `Engine` whose model runs in SGLang. See `protocol.Engine`."""
 
+    LIBRARY, ABORT_EVERY_S = "SGLang", 0.02
+
     def __init__(self, settings: SglangSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__()
         self._settings = settings
         self._tokenizer = tokenizer
         self._child = ChildProcess(interpreter(settings.engine_args), settings.num_gpus > 0)
         self._pids: list[int] = []
-        self._serving = PolicyVersion(UNLOADED, 0)
-        self._is_loaded = False
-        self._swap_lock = asyncio.Lock()
-        self._running: set[int] = set()
-
-    @property
-    def serving(self) -> PolicyVersion:
-        return self._serving
-
-    @property
-    def is_loaded(self) -> bool:
-        return self._is_loaded
 
     async def start(self) -> None:
         """Start SGLang, whose weights are version 0, and warm it up.
@@ -129,7 +117,7 @@ class SglangEngine:
         try:
             answer = await self._child.ask(ask, f"request {request_id}")
         except asyncio.CancelledError:
-            self._child.tell(Abort(self._child.new_number(), [number]))
+            await self._abort([number])
             raise
         finally:
             self._running.discard(number)
@@ -151,64 +139,21 @@ class SglangEngine:
         spans = tuple(replace(span, end=min(span.end, end)) for span in completion.spans if span.start < end)
         return Completion(completion.token_ids[:end], completion.logprobs[:end], spans, "stop")
 
-    async def interrupt(self) -> None:
-        """End the requests in flight: SGLang answers an aborted one with its tokens, log-probs and versions.
-
-        Raises:
-            EngineError: They did not end in time.
-        """
-        ended = set(self._running)
-        try:
-            async with asyncio.timeout(CONTROL_DEADLINE_S):
-                while left := ended & self._running:  # again for one that SGLang had not taken in yet
-                    self._child.tell(Abort(self._child.new_number(), sorted(left)))
-                    await asyncio.sleep(INTERRUPT_PAUSE_S)
-        except TimeoutError as error:
-            raise EngineError(f"SGLang did not end {len(left)} requests in time") from error
-
-    async def swap(self, staged: Staged) -> None:
-        """Load `staged` with requests in flight, and label what follows with its number.
-
-        A swap that has begun is never left half way: cancelled, it is finished first.
-
-        Raises:
-            EngineError: The load failed, or the probe did not match; generation stays paused until a swap
-            works.
-        """
-        swap = asyncio.create_task(self._swap(staged))
-        try:
-            await asyncio.shield(swap)
-        except asyncio.CancelledError:
-            with contextlib.suppress(EngineError):
-                await swap
-            raise
-
-    async def _swap(self, staged: Staged) -> None:
-        child, number, recomputes = self._child, staged.version.number, self._settings.recomputes_kv_cache
-        within_s = CONTROL_DEADLINE_S + staged.manifest.total_bytes / LOAD_BYTES_PER_S
-        async with self._swap_lock:
-            await self._pause()
-            self._is_loaded = False
-            load = Load(child.new_number(), staged.path, staged.manifest.to_bytes(), number, recomputes)
-            await child.ask(load, f"the load of version {number}", within_s)
-            self._serving = staged.version
-            await child.ask(Resume(child.new_number()), "the resumption", CONTROL_DEADLINE_S)
-            self._is_loaded = True
+    async def _abort(self, requests: list[int]) -> None:
+        self._child.tell(Abort(self._child.new_number(), requests))
 
     async def _pause(self) -> None:
-        """Pause; where that fails nothing was overwritten, and generation goes on."""
-        child = self._child
-        pause = Pause(child.new_number(), not self._settings.recomputes_kv_cache)
-        try:
-            await child.ask(pause, "the pause", CONTROL_DEADLINE_S)
-        except EngineDied:
-            raise
-        except EngineError:
-            if self._is_loaded:
-                self._is_loaded = False
-                await child.ask(Resume(child.new_number()), "the resumption", CONTROL_DEADLINE_S)
-                self._is_loaded = True
-            raise
+        pause = Pause(self._child.new_number(), not self._settings.recomputes_kv_cache)
+        await self._child.ask(pause, "the pause", CONTROL_DEADLINE_S)
+
+    async def _resume(self) -> None:
+        await self._child.ask(Resume(self._child.new_number()), "the resumption", CONTROL_DEADLINE_S)
+
+    async def _load(self, staged: Staged) -> None:
+        child, number, recomputes = self._child, staged.version.number, self._settings.recomputes_kv_cache
+        within_s = CONTROL_DEADLINE_S + staged.manifest.total_bytes / LOAD_BYTES_PER_S
+        load = Load(child.new_number(), staged.path, staged.manifest.to_bytes(), number, recomputes)
+        await child.ask(load, f"the load of version {number}", within_s)
 
     def child_pids(self) -> list[int]:
         return list(self._pids)

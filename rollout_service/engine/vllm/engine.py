@@ -29,7 +29,8 @@ import numpy as np
 
 from asyncrl.core.errors import ConfigError, EngineError
 from asyncrl.core.runtime.faults import fault_point
-from asyncrl.core.staleness import UNLOADED, PolicyVersion, Span
+from asyncrl.core.staleness import UNLOADED, Span
+from rollout_service.engine.in_flight import CONTROL_DEADLINE_S, LOAD_BYTES_PER_S, InFlightEngine
 from rollout_service.engine.protocol import Completion, EngineDied, Interrupted, Sampling
 from rollout_service.engine.vllm.core import process
 from rollout_service.engine.vllm.core.process import CoreLog
@@ -47,13 +48,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PLUGIN_GROUP = "vllm.general_plugins"
-CONTROL_DEADLINE_S = 60.0
-LOAD_BYTES_PER_S = 0.5e9
-"""The slowest load that is waited for, beside that: a worker reads pageable memory at 3e9 or more."""
 DEATH_WATCH_S = 0.5
 WARM_UP_DEADLINE_S = 300.0
 CPU_BATCH_TOKENS = 8192
-INTERRUPT_PAUSE_S = 0.001
 SHUTDOWN_S = 1.0
 """Nothing is to be saved: a core that has not ended by then is killed."""
 
@@ -99,30 +96,21 @@ class VllmSettings:
 T = TypeVar("T")
 
 
-class VllmEngine:
+class VllmEngine(InFlightEngine[str]):
     """An `Engine` whose model runs in vLLM. See `protocol.Engine`."""
 
+    LIBRARY, ABORT_EVERY_S = "vLLM", 0.001
+
     def __init__(self, settings: VllmSettings) -> None:
+        super().__init__()
         self._settings = settings
         self._llm: AsyncLLM | None = None
         self._log = CoreLog()
-        self._serving = PolicyVersion(UNLOADED, 0)
-        self._is_loaded = False
-        self._swap_lock = asyncio.Lock()
-        self._running: set[str] = set()
         self._has_open_update = False
         self._child_pids: list[int] = []
         nodes = settings.further_nodes
         num_gpus = settings.num_gpus / (1 + len(nodes))
         self._peers = Peers(nodes, settings.num_cpus, num_gpus) if nodes else None
-
-    @property
-    def serving(self) -> PolicyVersion:
-        return self._serving
-
-    @property
-    def is_loaded(self) -> bool:
-        return self._is_loaded
 
     @property
     def client(self) -> AsyncLLM:
@@ -183,68 +171,28 @@ class VllmEngine:
             raise EngineError(f"vLLM ended request {request_id} with {what}")
         return completion
 
-    async def interrupt(self) -> None:
-        """End the requests in flight. vLLM answers an aborted one with its tokens, log-probs and versions.
+    async def _abort(self, requests: list[str]) -> None:
+        await self.client.abort(requests)
 
-        Raises:
-            EngineError: They did not end in time.
-        """
-        ended = set(self._running)
-        try:
-            async with asyncio.timeout(CONTROL_DEADLINE_S):
-                while left := ended & self._running:
-                    await self.client.abort(sorted(left))  # again for one that vLLM had not taken in yet
-                    await asyncio.sleep(INTERRUPT_PAUSE_S)
-        except TimeoutError as error:
-            raise EngineError(f"vLLM did not end {len(left)} requests in time") from error
+    async def _pause(self) -> None:
+        pause = self.client.pause_generation(mode="keep", clear_cache=self._settings.recomputes_kv_cache)
+        await self._control(pause, "the pause")
 
-    async def swap(self, staged: Staged) -> None:
-        """Load `staged` with requests in flight, and label what follows with its number.
+    async def _resume(self) -> None:
+        await self._control(self.client.resume_generation(), "the resumption")
 
-        A swap that has begun is never left half way: cancelled, it is finished first.
-
-        Raises:
-            EngineError: The load failed, or the probe did not match; generation stays paused until a swap
-            works. Where already the pause failed nothing was overwritten, and generation goes on.
-        """
-        swap = asyncio.create_task(self._swap(staged))
-        try:
-            await asyncio.shield(swap)
-        except asyncio.CancelledError:
-            with contextlib.suppress(EngineError):
-                await swap
-            raise
-
-    async def _swap(self, staged: Staged) -> None:
+    async def _load(self, staged: Staged) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         from rollout_service.engine.vllm.weight_transfer import describe_staged
 
-        llm, number = self.client, staged.version.number
-        update = WeightTransferUpdateRequest(update_info=describe_staged(staged))
-        async with self._swap_lock:
-            await self._pause()
-            self._is_loaded = False
-            await self._load(number, update, staged.manifest.total_bytes)
-            await self._control(llm.update_weight_version(str(number)), f"the label of version {number}")
-            self._serving = staged.version
-            await self._control(llm.resume_generation(), "the resumption")
-            self._is_loaded = True
+        number, update = staged.version.number, describe_staged(staged)
+        request = WeightTransferUpdateRequest(update_info=update)
+        await self._load_on_all(number, request, staged.manifest.total_bytes)
+        label = self.client.update_weight_version(str(number))
+        await self._control(label, f"the label of version {number}")
 
-    async def _pause(self) -> None:
-        llm, clear_cache = self.client, self._settings.recomputes_kv_cache
-        try:
-            await self._control(llm.pause_generation(mode="keep", clear_cache=clear_cache), "the pause")
-        except EngineDied:
-            raise
-        except EngineError:
-            if self._is_loaded:
-                self._is_loaded = False
-                await self._control(llm.resume_generation(), "the resumption")
-                self._is_loaded = True
-            raise
-
-    async def _load(self, number: int, update: object, num_bytes: int) -> None:
+    async def _load_on_all(self, number: int, update: object, num_bytes: int) -> None:
         """Load on all workers, or raise what the first of them says. The label stays as it was."""
         llm, what = self.client, f"the load of version {number}"
         num_nodes = 1 + len(self._settings.further_nodes)  # that a version is sent to one after another

@@ -159,7 +159,7 @@ def test_a_load_has_time_for_its_bytes(
     monkeypatch.setattr(vllm_engine, "LOAD_BYTES_PER_S", 1000.0)
     engine: Any = VllmEngine(VllmSettings("nowhere", "float32", 16, 1, 1 << 20))
     engine._llm = SlowClient()
-    load = engine._load(3, object(), num_bytes)
+    load = engine._load_on_all(3, object(), num_bytes)
     in_time = nullcontext() if is_loaded else pytest.raises(EngineError, match=r"version 3 within 0\.05 s")
     with in_time:
         asyncio.run(load)
