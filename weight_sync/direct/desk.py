@@ -20,8 +20,9 @@ from weight_sync.direct.orders import ASK_ORDER, SEAT_ENDED, AskOrder, OfSeat, S
 from weight_sync.protocol.rounds import TRANSPORT
 from weight_sync.transfer_executor import TransferOrder
 
-SILENCE_S = 10.0
-"""A seat asks at least every second; an engine's worker may be busy for some."""
+SILENCE_S, CARRYING_SILENCE_S = 10.0, 3.0
+"""A seat asks at least every second; an engine's worker may be busy for some. In a transfer it asks twice as
+often: gloo may not wake a seat whose peer has died (`transports.gloo`), and it waits for this limit."""
 OnProgress = Callable[[int], None]
 OnDone = Callable[[str, str, int], None]
 """Called with the cause of a failure or "", its message, and the bytes that all seats have carried."""
@@ -96,8 +97,8 @@ class Desk:
 
     def wake_at(self) -> float:
         """Return when a poll is over, or a seat silent."""
-        seats = self._seats.values()
-        return min((min(seat.until, seat.heard + SILENCE_S) for seat in seats), default=math.inf)
+        seats = self._seats.items()
+        return min((min(seat.until, self._silent_at(index)) for index, seat in seats), default=math.inf)
 
     def tick(self) -> None:
         """Answer polls that are over; give up silent seats."""
@@ -105,11 +106,15 @@ class Desk:
         for index, seat in list(self._seats.items()):
             if now >= seat.until:
                 self._answer(index, seat)
-            if now >= seat.heard + SILENCE_S:
+            if now >= self._silent_at(index):
                 del self._seats[index]
                 self._doubted.discard(index)
                 self._lose(f"seat {index} is silent")
                 self._tell()
+
+    def _silent_at(self, index: int) -> float:
+        is_carrying = self._transfer is not None and index in self._transfer.open_seats
+        return self._seats[index].heard + (CARRYING_SILENCE_S if is_carrying else SILENCE_S)
 
     def _take_ask(self, request: Request, asked: AskOrder) -> None:
         seat = self._meet(asked)

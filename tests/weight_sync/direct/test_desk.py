@@ -13,7 +13,7 @@ from asyncrl.core.rpc.operations import Operations
 from asyncrl.core.wire import unpack_map
 from tests.runtimes import ManualClock
 from weight_sync.backends.contract import Group
-from weight_sync.direct.desk import SILENCE_S, Desk
+from weight_sync.direct.desk import CARRYING_SILENCE_S, SILENCE_S, Desk
 from weight_sync.direct.orders import ASK_ORDER, SEAT_ENDED, AskOrder, SeatEnded, SeatOrder
 from weight_sync.protocol.rounds import DIGEST, TRANSPORT
 from weight_sync.transfer_executor import TransferOrder
@@ -153,12 +153,35 @@ def test_a_silent_seat_ends_the_transfer_and_the_service_is_told_that_not_all_ar
     room.ask(0)
     room.ask(1)
     room.carry()
-    room.clock.advance(SILENCE_S - 1)
+    room.clock.advance(CARRYING_SILENCE_S - 1)
     room.ask(0, round_id=7)
+    assert room.desk.wake_at() == CARRYING_SILENCE_S
     room.clock.advance(1.0)
     room.desk.tick()
     assert room.ends == [(TRANSPORT, "seat 1 is silent", 0)]
     assert room.desk.num_seats == 0 and room.changes == [2, 0]
+
+
+def test_a_seat_that_carries_nothing_may_be_silent_for_longer():
+    """Before a transfer, and in one that it has ended."""
+    room = Room()
+    room.ask(0)
+    room.ask(1)
+    room.clock.advance(SILENCE_S - 2)
+    room.desk.tick()
+    room.ask(0)
+    room.ask(1)
+    room.carry()
+    room.end(1)
+    room.clock.advance(CARRYING_SILENCE_S - 1)
+    room.ask(0, round_id=7)
+    room.clock.advance(1.0)
+    room.desk.tick()
+    assert room.changes == [2] and not room.ends
+    room.clock.advance(SILENCE_S - CARRYING_SILENCE_S)
+    room.ask(0, round_id=7)
+    room.desk.tick()
+    assert room.changes == [2, 0]
 
 
 def test_a_seat_that_is_another_process_ends_the_transfer_and_is_told_of():

@@ -3,7 +3,8 @@
 Touches no global state of torch.distributed, as `backends.gloo`. Observed with torch 2.13: a message travels
 only once both sides have started it, so one that nobody takes holds up no other, and tags may be taken in any
 order. A wait that times out closes all connections of its group, which ends every other wait of this member
-within 0.02 s, and those of its peers for it; so does the death of a peer for waits for it alone.
+within 0.02 s, and those of its peers for it. The death of a peer ends waits for it alone, and not those for a
+message of which a part had come: in 10 of 25 deaths amid messages of 8 MiB a wait went on to its deadline.
 `ProcessGroupGloo.abort` wakes nobody, and `Work` has no abort. Hence `abort` lets a wait of its own time out;
 `form` is not woken by it, and ends at its deadline. To drop an operation, or the group, waits for nothing.
 Invariant: each wait ends by its deadline.
