@@ -245,6 +245,19 @@ def test_a_publisher_that_polls_but_answers_no_abort_is_blamed_the_second_time()
         assert world.coordination.culprit == culprit and not world.member("a").is_fenced
 
 
+def test_an_abort_that_a_publisher_answers_ends_the_count_of_those_that_it_did_not():
+    world = World("a")
+    world.publish(1)
+    for answers, lane in ((False, Lane.MAIN), (True, Lane.MAIN), (False, Lane.LONE)):
+        round_ = accept(world, "a", lane=lane)
+        world.coordination.failed("a", round_.id, "transport", world.now)
+        if answers:
+            world.hear_publisher(round_.id)
+        world.pass_time(2 * TIMING.settle_s, "a")
+    assert world.coordination.culprit == "a: transport without others"
+    assert world.coordination.counters["rounds_failed"] == 3
+
+
 def test_bytes_that_are_wrong_for_everyone_are_the_publisher_s_fault():
     world = World("a", "b")
     world.publish(1)
