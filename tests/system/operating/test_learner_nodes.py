@@ -5,7 +5,6 @@ Three Ray nodes on this machine, of which the learner's second one can be killed
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ from tests.system.parts.ray_node import (
     MEMORY_BYTES,
     RayNode,
     addresses_of,
+    end_and_verify,
     events_of,
     obstacles_of,
 )
-from tests.system.parts.up_run import UpRun, asyncrl_command, leftovers
+from tests.system.parts.up_run import UpRun
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -98,17 +98,6 @@ def test_a_learner_over_two_nodes_outlives_the_death_of_one_in_mid_step(
     later = run.wait_for(lambda found: not obstacles_of(found), deadline_s=60.0)
     assert later["ledger"]["residue"] == 0
     end_and_verify(run)
-
-
-def end_and_verify(run: UpRun) -> None:
-    run.interrupt()
-    code, output = run.finish()
-    assert code == 130, output
-    assert run.summary()["ledger_residue"] == 0
-    command = asyncrl_command("verify", run.folder.name, "--dir", str(run.runs_dir))
-    verdict = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert verdict.returncode == 0, verdict.stdout + verdict.stderr
-    assert leftovers(run.folder) == []
 
 
 def test_a_publisher_that_dies_while_it_sends_its_stripe_is_started_again_alone(

@@ -6,15 +6,14 @@ Three Ray nodes on this machine. The real vLLM, tensor-parallel over gloo on CPU
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.system.parts.ray_node import MEMORY_BYTES, RayNode, addresses_of, events_of
-from tests.system.parts.up_run import UpRun, asyncrl_command, leftovers
+from tests.system.parts.ray_node import MEMORY_BYTES, RayNode, addresses_of, end_and_verify, events_of
+from tests.system.parts.up_run import UpRun
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -89,11 +88,4 @@ def test_a_replica_over_two_nodes_follows_versions_and_the_death_of_a_node_ends_
     reached = waiting["step"]
     later = run.wait_for(lambda found: found["step"] > reached + 3, deadline_s=STEP_S)
     assert later["ledger"]["residue"] == 0
-    run.interrupt()
-    code, output = run.finish()
-    assert code == 130, output
-    assert run.summary()["ledger_residue"] == 0
-    command = asyncrl_command("verify", run.folder.name, "--dir", str(run.runs_dir))
-    verdict = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert verdict.returncode == 0, verdict.stdout + verdict.stderr
-    assert leftovers(run.folder) == []
+    end_and_verify(run)

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from asyncrl.core.runtime.faults import VARIABLE
-from tests.system.parts.up_run import UpRun
+from tests.system.parts.up_run import UpRun, asyncrl_command, leftovers
 
 MEMORY_BYTES = 80 << 20
 OWN_MOUNTS = 'mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs "$1" && shift && exec "$@"'
@@ -101,3 +101,15 @@ def events_of(run: UpRun) -> list[str]:
 
 def obstacles_of(status: dict[str, Any]) -> list[tuple[str, str]]:
     return [(one["service"], one["cause"]) for one in status.get("obstacles", ())]
+
+
+def end_and_verify(run: UpRun) -> None:
+    """End a run as Ctrl-C does; nothing is lost, nothing is left, and `verify` finds nothing."""
+    run.interrupt()
+    code, output = run.finish()
+    assert code == 130, output
+    assert run.summary()["ledger_residue"] == 0
+    command = asyncrl_command("verify", run.folder.name, "--dir", str(run.runs_dir))
+    verdict = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert verdict.returncode == 0, verdict.stdout + verdict.stderr
+    assert leftovers(run.folder) == []
