@@ -2,7 +2,7 @@
 
 vLLM's multiprocessing executor spans nodes: that of the first node has the engine core, each other one only
 its node's workers. Owns those others, and the port where all workers meet. Invariants: a peer ends with the
-process that has started it, whose actor it belongs to; a peer that ends before is a loss, told once.
+process that has started it, whose actor it belongs to; the loss of one is told until all have ended.
 """
 
 from __future__ import annotations
