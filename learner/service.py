@@ -28,9 +28,9 @@ from asyncrl.core.service_command import (
     WriteCheckpoint,
     unknown_command,
 )
-from asyncrl.core.service_status import LearnerStatus
 from asyncrl.core.staleness import PolicyVersion
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import LearnerStatus
 from learner.algorithms.diagnostics.summary import throughput_metrics
 from learner.algorithms.objective import Objective
 from learner.backend import Models

@@ -13,21 +13,22 @@ import msgspec
 from asyncrl.control.snapshot import HeadWord, LedgerView, ServiceView, Snapshot, read_snapshot, values_of
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.core.obstacle import Obstacle
-from asyncrl.core.service_status import (
-    KINDS,
+from asyncrl.core.status.replica import (
     EngineStatus,
-    FileJournalStatus,
     GatewayStatus,
+    ReplicaStatus,
+    RewardStatus,
+    ShapingStatus,
+)
+from asyncrl.core.status.service import (
+    FileJournalStatus,
     JournalStatus,
     MemberStatus,
     RedisJournalStatus,
-    ReplicaStatus,
-    RewardStatus,
     ServiceStatus,
-    ShapingStatus,
-    Statuses,
     kind_of,
 )
+from asyncrl.core.status.statuses import KINDS, Statuses
 
 JOURNALS = {"none": JournalStatus, "file": FileJournalStatus, "redis": RedisJournalStatus}
 PARTS: Mapping[str, tuple[type[msgspec.Struct], Mapping[str, str]]] = {

@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from asyncrl.core.rpc.message import MAX_NAME_CHARACTERS, AskStatus, Done, Message, Operation, Wait
-from asyncrl.core.service_status import PublisherStatus, ReceiverStatus
+from asyncrl.core.status.service import PublisherStatus, ReceiverStatus
 
 MAX_ERROR_CHARACTERS = 500
 """Of an error of an engine, as much as is kept."""

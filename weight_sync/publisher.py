@@ -27,10 +27,10 @@ from asyncrl.core.runtime.clock import Clock
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Event, Runtime
 from asyncrl.core.service_command import AnyCommand, unknown_command
-from asyncrl.core.service_status import PublisherStatus
 from asyncrl.core.sockets.keys import RunKeys
 from asyncrl.core.staleness import UNLOADED
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import PublisherStatus
 from weight_sync import messages as wire
 from weight_sync.backends.folder import Shelf
 from weight_sync.bounds import limits_of

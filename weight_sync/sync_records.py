@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from asyncrl.core.service_status import MemberStatus
+from asyncrl.core.status.service import MemberStatus
 
 JOURNAL_FILE = "weight_sync.jsonl"
 

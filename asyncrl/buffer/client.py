@@ -35,8 +35,8 @@ from asyncrl.core.rpc import AsyncClient, Client, PendingCall
 from asyncrl.core.rpc.message import A, Answer, AskStatus, Operation, Q
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.runtime.threads import ThreadRuntime
-from asyncrl.core.service_status import BufferStatus
 from asyncrl.core.sockets.keys import ClientKeys
+from asyncrl.core.status.service import BufferStatus
 from asyncrl.core.wire import Frame
 
 log = logging.getLogger(__name__)

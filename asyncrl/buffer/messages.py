@@ -16,7 +16,7 @@ from asyncrl.buffer.ledger.events import UNSAID
 from asyncrl.core.errors import WireError
 from asyncrl.core.metrics.tallies import Tally
 from asyncrl.core.rpc.message import MAX_NAME_CHARACTERS, AskStatus, Done, Message, Name, Operation, Wait
-from asyncrl.core.service_status import BufferStatus
+from asyncrl.core.status.service import BufferStatus
 
 MAX_WANT = 4096
 MAX_METRICS = 1024

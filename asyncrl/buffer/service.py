@@ -48,9 +48,9 @@ from asyncrl.core.service_command import (
     Unpause,
     unknown_command,
 )
-from asyncrl.core.service_status import BufferStatus, FinishedEvaluation, PendingTickets
 from asyncrl.core.sockets.keys import ServerKeys
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import BufferStatus, FinishedEvaluation, PendingTickets
 
 log = logging.getLogger(__name__)
 

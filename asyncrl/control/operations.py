@@ -31,8 +31,9 @@ from asyncrl.core.rpc.message import Message, fields_of, read_message
 from asyncrl.core.runtime.interface import Event, Lock
 from asyncrl.core.service import read_paused, write_paused
 from asyncrl.core.service_command import Pause, Tighten, Unpause, WriteCheckpoint
-from asyncrl.core.service_status import BUFFER, LEARNER, Statuses
 from asyncrl.core.states import RUN_ENDS, RunState, ServiceState
+from asyncrl.core.status.service import BUFFER, LEARNER
+from asyncrl.core.status.statuses import Statuses
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from asyncrl.control.diagnosis.waits import is_scoring
-from asyncrl.core.service_status import BUFFER, LEARNER, ServiceStatus, Statuses
 from asyncrl.core.states import RunState, ServiceState
+from asyncrl.core.status.service import BUFFER, LEARNER, ServiceStatus
+from asyncrl.core.status.statuses import Statuses
 
 FIRST_START = "starting the supervisor"
 """The last phase that the head tells of before the supervisor tells of its own."""

@@ -17,17 +17,17 @@ from asyncrl.control.diagnosis.waits import Diagnosis
 from asyncrl.control.fleet.units import Stage
 from asyncrl.core.errors import WireError
 from asyncrl.core.obstacle import Obstacle
-from asyncrl.core.service_status import (
+from asyncrl.core.states import RunState, ServiceState
+from asyncrl.core.status.replica import ReplicaStatus
+from asyncrl.core.status.service import (
     AnyJournalStatus,
     BufferStatus,
     CoordinatorStatus,
     PendingTickets,
     PublisherStatus,
     ReceiverStatus,
-    ReplicaStatus,
     ServiceStatus,
 )
-from asyncrl.core.states import RunState, ServiceState
 
 
 class Health(StrEnum):

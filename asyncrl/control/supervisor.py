@@ -44,8 +44,9 @@ from asyncrl.core.rpc.message import Message
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Event, Runtime
 from asyncrl.core.service_command import AnyCommand, unknown_command
-from asyncrl.core.service_status import BUFFER, LEARNER, ServiceStatus, Statuses, SupervisorStatus
 from asyncrl.core.states import SERVICE_ENDS, RunState, ServiceState
+from asyncrl.core.status.service import BUFFER, LEARNER, ServiceStatus, SupervisorStatus
+from asyncrl.core.status.statuses import Statuses
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from asyncrl.core.rpc.message import Message
 from asyncrl.core.runtime.interface import Event, Runtime
 from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.service_command import AnyCommand
-from asyncrl.core.service_status import ServiceStatus
 from asyncrl.core.sockets.keys import ClientKeys, RunKeys, ServerKeys
+from asyncrl.core.status.service import ServiceStatus
 
 SERVICE_VARIABLE = "ASYNCRL_SERVICE"
 """Names the service whose process it is, or was started by: an engine's core dies with its replica."""

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from asyncrl.control.snapshot import ServiceView, Snapshot
-from asyncrl.core.service_status import kind_of
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import kind_of
 from asyncrl.page.figures import DASH, count_of
 from asyncrl.page.picture import Group, Grouping, Service
 from asyncrl.page.snapshot import index_of, metric_of, state_of, tone_of

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TypedDict
 
 from asyncrl.control.snapshot import Snapshot
-from asyncrl.core.service_status import LEARNER
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import LEARNER
 from asyncrl.page.figures import DASH, count_of, figure_of, seconds_of, share_of
 from asyncrl.page.snapshot import fill_of, metric_of, services_of, share_done, state_of
 

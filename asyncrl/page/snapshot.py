@@ -12,8 +12,8 @@ from asyncrl.control.diagnosis.waits import Diagnosis
 from asyncrl.control.fleet.units import Stage
 from asyncrl.control.snapshot import ServiceView, Snapshot, read_snapshot, values_of
 from asyncrl.core.files.printable import printable_values
-from asyncrl.core.service_status import kind_of
 from asyncrl.core.states import SERVICE_ENDS, RunState, ServiceState
+from asyncrl.core.status.service import kind_of
 from asyncrl.page.figures import finite_values
 
 GOOD_STATES = (

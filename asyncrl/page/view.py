@@ -14,8 +14,8 @@ import msgspec
 
 from asyncrl.control.snapshot import LedgerView, Snapshot
 from asyncrl.core.obstacle import Obstacle as RunObstacle
-from asyncrl.core.service_status import PendingTickets
 from asyncrl.core.states import RUN_ENDS, RunState
+from asyncrl.core.status.service import PendingTickets
 from asyncrl.page.figures import DASH, count_of, duration_of, figure_of, share_of
 from asyncrl.page.fleet import Fleet
 from asyncrl.page.picture import Account, Bar, Event, Lag, Law, Obstacle, Pace, View

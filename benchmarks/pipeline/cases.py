@@ -20,7 +20,8 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.metrics.row_log import read_rows
 from asyncrl.core.service_command import Tighten
-from asyncrl.core.service_status import BufferStatus, ReplicaStatus
+from asyncrl.core.status.replica import ReplicaStatus
+from asyncrl.core.status.service import BufferStatus
 from benchmarks.pipeline.bounded import Work
 from benchmarks.pipeline.crew import LAUNCHER, Crew, placements_of
 from benchmarks.pipeline.sleepers import Pace

@@ -31,7 +31,7 @@ from asyncrl.core.files.private import make_secret
 from asyncrl.core.rpc.message import Message
 from asyncrl.core.runtime.threads import ThreadEvent
 from asyncrl.core.service_command import AnyCommand
-from asyncrl.core.service_status import ServiceStatus
+from asyncrl.core.status.service import ServiceStatus
 
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = (

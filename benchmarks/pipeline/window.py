@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.core.service_status import EngineStatus
+from asyncrl.core.status.replica import EngineStatus
 
 TRAINING = ("timing_s/old_log_prob", "timing_s/update_actor")
 BUSY = "busy"

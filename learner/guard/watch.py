@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 
 from asyncrl.core.config.tree import GuardSection
-from asyncrl.core.service_status import GuardFinding
+from asyncrl.core.status.service import GuardFinding
 from learner.guard.explanations import describe, explain, summarise
 from learner.guard.guard import Action, Guard, Limits, UnstableTraining, Verdict
 from learner.orders import Adjust

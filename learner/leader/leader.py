@@ -19,7 +19,7 @@ from asyncrl.core.errors import ConfigError, LedgerError
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Event, Runtime
 from asyncrl.core.runtime.threads import ThreadRuntime
-from asyncrl.core.service_status import GuardFinding
+from asyncrl.core.status.service import GuardFinding
 from learner.checkpoint import CheckpointStore, Commit, Cut
 from learner.guard.watch import Watch
 from learner.leader.batches import BatchReserver

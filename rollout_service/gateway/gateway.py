@@ -21,7 +21,7 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError, ServiceFailed
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.service import ServiceContext
-from asyncrl.core.service_status import GatewayStatus
+from asyncrl.core.status.replica import GatewayStatus
 from rollout_service.engine.protocol import Engine, EngineDied
 from rollout_service.engine.vllm.engine import VllmEngine
 from rollout_service.engine.vllm.features import ENGINE, Feature, check_features

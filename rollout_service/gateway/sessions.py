@@ -24,7 +24,7 @@ from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.core.errors import AsyncrlError, WireError
 from asyncrl.core.experience import Group, Trajectory, check_reward
-from asyncrl.core.service_status import GatewayStatus
+from asyncrl.core.status.replica import GatewayStatus
 from rollout_service.gateway.history import Asked, Step, follow
 from rollout_service.gateway.keys import lookup_of, make_marker, make_session_key
 from rollout_service.gateway.refusal import EpisodeFailed, NobodyCame, Refusal

@@ -20,8 +20,8 @@ from asyncrl.core.obstacle import Obstacle
 from asyncrl.core.rpc.message import Done, Message
 from asyncrl.core.runtime.interface import Event, Runtime
 from asyncrl.core.service_command import AnyCommand, Drain, Promote, Standing, unknown_command
-from asyncrl.core.service_status import EngineStatus, ReplicaStatus
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.replica import EngineStatus, ReplicaStatus
 from rollout_service.engine.metered import BUSY, MeteredEngine
 from rollout_service.replica.groups import GroupTasks
 from rollout_service.replica.leases import Evaluations, LeaseLoop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.core.service_status import ShapingStatus
+from asyncrl.core.status.replica import ShapingStatus
 
 
 class Overlong:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from asyncrl.core.errors import WireError
 from asyncrl.core.experience import MAX_REWARD_PARTS, check_reward
 from asyncrl.core.obstacle import Cause, FailureStreak, Obstacle
-from asyncrl.core.service_status import RewardStatus
+from asyncrl.core.status.replica import RewardStatus
 from rollout_service.rewards.score import Answer, Part, RewardError, RewardsFailed, Score, Task
 
 WINDOW_ANSWERS = 256

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from asyncrl.buffer.audit.account import TimedEvent
-from asyncrl.buffer.audit.report import opened_past
 from asyncrl.buffer.composition import ledger_settings
 from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.cli.app import app
+from asyncrl.cli.audit.account import TimedEvent
+from asyncrl.cli.audit.report import opened_past
 from asyncrl.cli.reports.trace import make_trace, parse_steps
 from asyncrl.cli.timeline.chrome import chrome_trace
 from asyncrl.cli.timeline.groups import GROUPS, HELD, GroupBook

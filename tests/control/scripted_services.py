@@ -24,8 +24,8 @@ from asyncrl.core.service_command import (
     WriteCheckpoint,
     unknown_command,
 )
-from asyncrl.core.service_status import GuardFinding, RedisJournalStatus, ServiceStatus
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import GuardFinding, RedisJournalStatus, ServiceStatus
 from tests.statuses import status_of
 
 ROW = {

@@ -22,8 +22,9 @@ from asyncrl.core.service_command import (
     read_answer,
     read_command,
 )
-from asyncrl.core.service_status import ServiceStatus, Statuses, kind_of, pack_status, read_status
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import ServiceStatus, kind_of
+from asyncrl.core.status.statuses import Statuses, pack_status, read_status
 
 
 class ThreadLauncher:

@@ -12,8 +12,8 @@ from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.rpc.message import Done, Message
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.service_command import AnyCommand, Bound, DeregisterReplica, Promote, Tighten
-from asyncrl.core.service_status import ServiceStatus, SupervisorStatus
 from asyncrl.core.states import RunState, ServiceState
+from asyncrl.core.status.service import ServiceStatus, SupervisorStatus
 
 
 class TrivialService:

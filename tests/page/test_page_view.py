@@ -11,7 +11,7 @@ import pytest
 from page_runs import WORDS, make_group, make_snapshot
 
 from asyncrl.core.errors import WireError
-from asyncrl.core.service_status import FileJournalStatus
+from asyncrl.core.status.service import FileJournalStatus
 from asyncrl.page.figures import DASH
 from asyncrl.page.pipeline import counters_of
 from asyncrl.page.rollouts import HEAD_TOKENS, rollouts_of, text_of

@@ -14,7 +14,8 @@ from asyncrl.control.rows.metering import Meter
 from asyncrl.core.config.tree import Config, RewardSection
 from asyncrl.core.experience import Group
 from asyncrl.core.metrics.tallies import conclude
-from asyncrl.core.service_status import ShapingStatus, Statuses
+from asyncrl.core.status.replica import ShapingStatus
+from asyncrl.core.status.statuses import Statuses
 from rollout_service import composition
 from rollout_service.engine.scripted.engine import ScriptedEngine
 from rollout_service.evaluation.wiring import build_evaluator

@@ -36,8 +36,8 @@ from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.files.printable import printable
-from asyncrl.core.service_status import MemberStatus
 from asyncrl.core.states import RunState
+from asyncrl.core.status.service import MemberStatus
 from asyncrl.page.rollouts import rollouts_of
 from asyncrl.page.view import view_of
 from tests.page.page_runs import make_group, make_snapshot

@@ -150,7 +150,7 @@ def test_every_option_of_ray_that_is_named_exists():
 def test_every_module_that_is_named_can_be_found():
     text = "\n".join(path.read_text() for path in PLACES)
     modules = set(re.findall(r"python -m ([\w.]+)", text))
-    assert modules == {"asyncrl.control.ray.wait_for_nodes"}
+    assert modules == {"asyncrl.cli.run.wait_for_nodes"}
     assert all(Path(*module.split(".")).with_suffix(".py").is_file() for module in modules)
 
 

@@ -29,9 +29,10 @@ from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.faults import VARIABLE
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.core.service import ServiceContext
-from asyncrl.core.service_status import KINDS, MemberStatus, kind_of
 from asyncrl.core.sockets.keys import RunKeys
 from asyncrl.core.staleness import PolicyVersion
+from asyncrl.core.status.service import MemberStatus, kind_of
+from asyncrl.core.status.statuses import KINDS
 from weight_sync import composition, control_composition
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Manifest

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from asyncrl.core.errors import WireError
 from asyncrl.core.obstacle import Cause, Obstacle
-from asyncrl.core.service_status import MemberStatus, RoundStatus
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import MemberStatus, RoundStatus
 from weight_sync.protocol.lanes.stripes import Stripe
 from weight_sync.protocol.members import Member, PublisherInfo
 from weight_sync.protocol.messages import PublisherHello

@@ -26,10 +26,10 @@ from asyncrl.core.runtime.clock import Clock
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Event, Runtime
 from asyncrl.core.service_command import AnyCommand, unknown_command
-from asyncrl.core.service_status import CoordinatorStatus, MemberStatus
 from asyncrl.core.sockets.keys import ServerKeys
 from asyncrl.core.staleness import PolicyVersion
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import CoordinatorStatus, MemberStatus
 from weight_sync.bounds import limits_of
 from weight_sync.coordination.conversions import (
     members_status,

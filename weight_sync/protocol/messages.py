@@ -14,8 +14,8 @@ from msgspec import Meta
 
 from asyncrl.core.errors import WireError
 from asyncrl.core.rpc.message import AskStatus, Message, Operation, read_message
-from asyncrl.core.service_status import NUM_INDICES, CoordinatorStatus
 from asyncrl.core.staleness import UNLOADED
+from asyncrl.core.status.service import NUM_INDICES, CoordinatorStatus
 
 MAX_SEATS = 1 << 16
 MAX_STRIPES = 1 << 12

@@ -26,10 +26,10 @@ from asyncrl.core.rpc.operations import Operations
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Event, Runtime
 from asyncrl.core.service_command import AnyCommand, Drain, Standing, unknown_command
-from asyncrl.core.service_status import ReceiverStatus
 from asyncrl.core.sockets.keys import RunKeys
 from asyncrl.core.staleness import UNLOADED
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import ReceiverStatus
 from weight_sync import messages as wire
 from weight_sync.bounds import limits_of
 from weight_sync.coordinator_session import CoordinatorSession, Introduction, Reset

@@ -38,7 +38,7 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.runtime.threads import ThreadRuntime
-from asyncrl.core.service_status import FileJournalStatus
+from asyncrl.core.status.service import FileJournalStatus
 from asyncrl.core.wire import Frame
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import xxhash
 from asyncrl.buffer.ledger.events import Event, pack, unpack
 from asyncrl.core.errors import CheckpointError, WireError
 from asyncrl.core.obstacle import Obstacle
-from asyncrl.core.service_status import AnyJournalStatus
+from asyncrl.core.status.service import AnyJournalStatus
 from asyncrl.core.wire import Frame
 
 Fsync = Literal["everysec", "always", "never"]

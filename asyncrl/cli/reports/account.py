@@ -8,8 +8,8 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from asyncrl.buffer.audit import report
-from asyncrl.buffer.audit.account import AccountReport
+from asyncrl.cli.audit import report
+from asyncrl.cli.audit.account import AccountReport
 from asyncrl.cli.exits import say, show
 from asyncrl.cli.timeline.ticket import TicketMoment, trace_ticket
 from asyncrl.core.errors import ConfigError

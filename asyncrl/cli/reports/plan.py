@@ -71,7 +71,7 @@ def _choose_check(is_live: bool, is_elsewhere: bool) -> Callable[[Config], plan.
 
 def print_schema() -> None:
     """Print the JSON Schema of a configuration, for editors."""
-    from asyncrl.core.config.schema import json_schema
+    from asyncrl.cli.schema import json_schema
 
     print(json.dumps(json_schema(), indent=2))
 

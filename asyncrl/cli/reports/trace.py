@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from asyncrl.buffer.audit.report import opened_past
+from asyncrl.cli.audit.report import opened_past
 from asyncrl.cli.exits import say, show
 from asyncrl.cli.timeline.chrome import chrome_trace
 from asyncrl.cli.timeline.groups import GroupBook

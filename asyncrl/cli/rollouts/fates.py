@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.buffer.audit.account import TimedEvent
-from asyncrl.buffer.audit.recount import Recount
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.state import LedgerState
+from asyncrl.cli.audit.account import TimedEvent
+from asyncrl.cli.audit.recount import Recount
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.experience import CUT_REASONS, Group, Trajectory
 from asyncrl.core.staleness import Span

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.buffer.audit.report import RunPast, opened_past
+from asyncrl.cli.audit.report import RunPast, opened_past
 from asyncrl.cli.exits import say
 from asyncrl.cli.rollouts.fates import Fate, FateBook, Rollout, order_rollouts
 from asyncrl.cli.rollouts.pieces import pieces_of

@@ -54,7 +54,7 @@ def refuse_lost_past(folder: RunDir, model: Path) -> None:
     """
     if not _keeps_past(folder):
         return
-    from asyncrl.buffer.audit.report import committed_steps  # here: `up` must be quick otherwise
+    from asyncrl.cli.audit.report import committed_steps  # here: `up` must be quick otherwise
 
     try:
         known = committed_steps(folder.path)
@@ -205,7 +205,7 @@ def check_step(folder: RunDir, step: int, verify: Callable[[int], None]) -> None
         ConfigError: The journal knows no checkpoint of that step.
         CheckpointError: It is torn or altered.
     """
-    from asyncrl.buffer.audit.report import committed_steps  # here: `up` must be quick otherwise
+    from asyncrl.cli.audit.report import committed_steps  # here: `up` must be quick otherwise
 
     try:
         known = committed_steps(folder.path) if folder.resolved.exists() else []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from asyncrl.buffer.audit.account import TimedEvent
 from asyncrl.buffer.ledger import events as ev
+from asyncrl.cli.audit.account import TimedEvent
 from asyncrl.cli.timeline.spans import Count, Moment, Span, Timeline, Window, clip, join
 
 BUFFER = "buffer.0"

@@ -12,7 +12,7 @@ import msgspec
 
 from asyncrl.control.record.syncing import WeightsAnswer
 from asyncrl.core.errors import ConfigError, UnknownRun
-from asyncrl.core.service_status import MemberStatus, RoundStatus
+from asyncrl.core.status.service import MemberStatus, RoundStatus
 from weight_sync.sync_records import (
     JOURNAL_FILE,
     BlameRecord,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from asyncrl.buffer.audit.account import TimedEvent
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import State, Ticket
+from asyncrl.cli.audit.account import TimedEvent
 
 
 @dataclass(frozen=True)

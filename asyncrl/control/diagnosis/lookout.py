@@ -15,8 +15,9 @@ from asyncrl.control.record.events import KEPT, EventLog, Kind
 from asyncrl.core.errors import ServiceFailed, WouldRepeat
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.runtime.interface import Runtime
-from asyncrl.core.service_status import BUFFER, LEARNER, ServiceStatus, Statuses
 from asyncrl.core.states import SERVICE_ENDS, ServiceState
+from asyncrl.core.status.service import BUFFER, LEARNER, ServiceStatus
+from asyncrl.core.status.statuses import Statuses
 
 log = logging.getLogger(__name__)
 

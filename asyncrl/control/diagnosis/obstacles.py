@@ -11,8 +11,10 @@ from collections.abc import Iterable
 import msgspec
 
 from asyncrl.core.obstacle import ADVISORY, Cause, Obstacle
-from asyncrl.core.service_status import ReplicaStatus, ServiceStatus, Statuses
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.replica import ReplicaStatus
+from asyncrl.core.status.service import ServiceStatus
+from asyncrl.core.status.statuses import Statuses
 
 DOWN = (ServiceState.FAILED, ServiceState.DEAD)
 SERVING = (ServiceState.READY, ServiceState.PINNED)

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from asyncrl.core.obstacle import Obstacle
 from asyncrl.core.rpc.message import Message
-from asyncrl.core.service_status import BUFFER, COORDINATOR, LEARNER, PUBLISHER, ServiceStatus, Statuses
 from asyncrl.core.states import SERVICE_ENDS, ServiceState
+from asyncrl.core.status.service import BUFFER, COORDINATOR, LEARNER, PUBLISHER, ServiceStatus
+from asyncrl.core.status.statuses import Statuses
 
 Metrics = Mapping[str, float]
 

@@ -12,8 +12,9 @@ from statistics import median
 
 from asyncrl.control.diagnosis.waits import Edge, waiting_edges
 from asyncrl.core.obstacle import Obstacle
-from asyncrl.core.service_status import LEARNER, Statuses
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import LEARNER
+from asyncrl.core.status.statuses import Statuses
 
 TIMES_USUAL = 10.0
 AT_LEAST_S = 60.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
-from asyncrl.core.service_status import NUM_INDICES
+from asyncrl.core.status.service import NUM_INDICES
 
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 """A folder for each GPU that the driver has given to this machine or container."""

@@ -18,8 +18,9 @@ from asyncrl.control.roster import ServiceSpec
 from asyncrl.core.errors import ConfigError, ServiceFailed
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.service_command import A, Command
-from asyncrl.core.service_status import ServiceStatus, Statuses
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import ServiceStatus
+from asyncrl.core.status.statuses import Statuses
 
 log = logging.getLogger(__name__)
 

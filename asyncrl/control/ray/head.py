@@ -44,9 +44,9 @@ from asyncrl.core.runtime.clock import SystemClock
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.service import ServiceContext
-from asyncrl.core.service_status import SupervisorStatus
 from asyncrl.core.sockets.keys import RunKeys, make_run_keys, write_client_keys
 from asyncrl.core.states import RunState, ServiceState
+from asyncrl.core.status.service import SupervisorStatus
 
 HEAD, SUPERVISOR = "head.0", "supervisor.0"
 EXIT_FAILED, EXIT_TERMINATED = 1, 143

@@ -34,9 +34,10 @@ from asyncrl.core.obstacle import Obstacle
 from asyncrl.core.rpc.message import Done
 from asyncrl.core.service import INTERFACE_VARIABLES, NODE_VARIABLE, Service, ServiceContext
 from asyncrl.core.service_command import DumpStacks, pack_answer, read_command
-from asyncrl.core.service_status import ServiceStatus, pack_status
 from asyncrl.core.sockets.options import interface_of
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import ServiceStatus
+from asyncrl.core.status.statuses import pack_status
 
 log = logging.getLogger(__name__)
 

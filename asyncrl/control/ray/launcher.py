@@ -25,8 +25,9 @@ from asyncrl.core.files.durable import replace_text
 from asyncrl.core.files.private import make_secret
 from asyncrl.core.service import NODE_VARIABLE, SERVICE_VARIABLE
 from asyncrl.core.service_command import A, Command, pack_command, read_answer
-from asyncrl.core.service_status import ServiceStatus, Statuses, kind_of, read_status
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import ServiceStatus, kind_of
+from asyncrl.core.status.statuses import Statuses, read_status
 
 log = logging.getLogger(__name__)
 

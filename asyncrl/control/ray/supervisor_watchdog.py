@@ -22,8 +22,8 @@ from asyncrl.control.ray.launcher import Launcher
 from asyncrl.control.roster import ServiceSpec
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.runtime.clock import Clock
-from asyncrl.core.service_status import ServiceStatus, SupervisorStatus
 from asyncrl.core.states import RUN_ENDS, RunState, ServiceState
+from asyncrl.core.status.service import ServiceStatus, SupervisorStatus
 
 POLL_S = 0.2
 STATUS_DEADLINE_S = 10.0

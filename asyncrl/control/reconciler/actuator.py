@@ -34,7 +34,8 @@ from asyncrl.control.roster import Roster
 from asyncrl.core import service_command
 from asyncrl.core.errors import DeadlineExceeded, ServiceFailed
 from asyncrl.core.service_command import A, Command, DeregisterReplica, DumpStacks, Tighten
-from asyncrl.core.service_status import BUFFER, ReplicaStatus, ServiceStatus
+from asyncrl.core.status.replica import ReplicaStatus
+from asyncrl.core.status.service import BUFFER, ServiceStatus
 
 log = logging.getLogger(__name__)
 

@@ -48,8 +48,9 @@ from asyncrl.core.files.durable import replace_text
 from asyncrl.core.rpc.message import fields_of
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.service_command import A, Command, Tighten
-from asyncrl.core.service_status import ServiceStatus, Statuses
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import ServiceStatus
+from asyncrl.core.status.statuses import Statuses
 
 log = logging.getLogger(__name__)
 

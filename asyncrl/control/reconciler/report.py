@@ -14,8 +14,9 @@ from asyncrl.control.fleet.machine import FleetMachine
 from asyncrl.control.fleet.units import Stage, Unit, key_of
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.snapshot import ServiceFacts
-from asyncrl.core.service_status import ServiceStatus, Statuses
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import ServiceStatus
+from asyncrl.core.status.statuses import Statuses
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,10 @@ import msgspec
 
 from asyncrl.control.fleet.messages import Cause, Event, Gone, Halted, Heard
 from asyncrl.control.machine.processes import is_of_service, is_stopped, stopped_services
-from asyncrl.core.service_status import LearnerStatus, ReplicaStatus, ServiceStatus, Statuses
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.replica import ReplicaStatus
+from asyncrl.core.status.service import LearnerStatus, ServiceStatus
+from asyncrl.core.status.statuses import Statuses
 
 FINAL_ERRORS = frozenset({"ConfigError", "DataError", "UnstableTraining", "RewardsFailed"})
 """Classes of errors that starting a service again cannot cure."""

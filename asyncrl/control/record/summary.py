@@ -14,7 +14,7 @@ from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.rows.row_files import iterate_rows
 from asyncrl.core.config.tree import Config
 from asyncrl.core.metrics.run_names import FIRST_AFTER_START
-from asyncrl.core.service_status import Statuses
+from asyncrl.core.status.statuses import Statuses
 
 LAST_EVALUATIONS = 3
 GUARD, STATES_OF_GUARD = "guard/", ("guard/lr_scale", "guard/is_kl_off")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from asyncrl.core.rpc.message import Message
-from asyncrl.core.service_status import CoordinatorStatus, PublisherStatus, ReplicaStatus, Statuses
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.replica import ReplicaStatus
+from asyncrl.core.status.service import CoordinatorStatus, PublisherStatus
+from asyncrl.core.status.statuses import Statuses
 
 COUNTS = {
     "weights/rounds": "rounds",

@@ -18,7 +18,7 @@ from asyncrl.core.metrics.metric import Row
 from asyncrl.core.metrics.row_log import read_rows
 from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 from asyncrl.core.runtime.interface import Runtime
-from asyncrl.core.service_status import Statuses
+from asyncrl.core.status.statuses import Statuses
 
 log = logging.getLogger(__name__)
 

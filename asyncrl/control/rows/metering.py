@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from asyncrl.buffer.ledger.tickets import DropReason
 from asyncrl.control.record.syncing import weights_metrics
 from asyncrl.core.metrics.metric import Row
-from asyncrl.core.service_status import FinishedEvaluation, ReplicaStatus, Statuses
+from asyncrl.core.status.replica import ReplicaStatus
+from asyncrl.core.status.service import FinishedEvaluation
+from asyncrl.core.status.statuses import Statuses
 
 WINDOW_S = 2.0
 _PART_COUNT, _PART_SUM, _REWARD_ERRORS = "part count/", "part sum/", "reward errors/"

@@ -15,7 +15,7 @@ from asyncrl.control.ray.launcher import Launcher
 from asyncrl.core.errors import DeadlineExceeded, ServiceFailed
 from asyncrl.core.runtime.interface import Event, Runtime
 from asyncrl.core.service_command import HandOverRows, Rows
-from asyncrl.core.service_status import LEARNER
+from asyncrl.core.status.service import LEARNER
 
 log = logging.getLogger(__name__)
 

@@ -24,23 +24,21 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.rpc.message import Done
 from asyncrl.core.runtime.threads import ThreadEvent
 from asyncrl.core.service_command import A, Command, HandOverRows, Rows
-from asyncrl.core.service_status import (
+from asyncrl.core.states import ServiceState
+from asyncrl.core.status.replica import EngineStatus, ReplicaStatus, RewardStatus
+from asyncrl.core.status.service import (
     BufferStatus,
     CoordinatorStatus,
-    EngineStatus,
     JournalStatus,
     LearnerStatus,
     MemberStatus,
     PendingTickets,
     PublisherStatus,
     ReceiverStatus,
-    ReplicaStatus,
-    RewardStatus,
     ServiceStatus,
-    Statuses,
     kind_of,
 )
-from asyncrl.core.states import ServiceState
+from asyncrl.core.status.statuses import Statuses
 from asyncrl.page.view import view_of
 from benchmarks.fleet.parts.sync import SteppedRuntime
 

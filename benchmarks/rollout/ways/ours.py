@@ -17,8 +17,8 @@ from asyncrl.buffer.client import LearnerClient
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.runtime.threads import ThreadEvent
 from asyncrl.core.service import ServiceContext
-from asyncrl.core.service_status import ReplicaStatus
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.replica import ReplicaStatus
 from benchmarks.rollout.ways.bare import tokens_in_flight
 from benchmarks.rollout.ways.setting import START_S, Count
 from benchmarks.weight_sync.peers.peers import now_s, obey

@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl.core.config.lengths import Lengths
 from asyncrl.core.errors import ServiceFailed
-from asyncrl.core.service_status import EngineStatus
 from asyncrl.core.staleness import PolicyVersion, Span
+from asyncrl.core.status.replica import EngineStatus
 from benchmarks.harness.rows import RowFile
 from benchmarks.pipeline import asynchrony as pipeline
 from benchmarks.pipeline.asynchrony import (

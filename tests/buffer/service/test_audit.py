@@ -2,11 +2,11 @@
 
 import pytest
 
-from asyncrl.buffer.audit.account import TimedEvent, describe_account
-from asyncrl.buffer.audit.recount import Recount
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.state import LedgerState
+from asyncrl.cli.audit.account import TimedEvent, describe_account
+from asyncrl.cli.audit.recount import Recount
 from asyncrl.cli.timeline.ticket import trace_ticket
 from tests.buffer.ledger.parts.ledger_runs import SETTINGS, Run
 

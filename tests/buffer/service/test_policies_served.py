@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncrl.buffer.audit.report import verify_run
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.composition import build
 from asyncrl.buffer.messages import LeaseGrant
+from asyncrl.cli.audit.report import verify_run
 from asyncrl.core.config.load import dump_resolved
 from asyncrl.core.config.tree import Config
 from asyncrl.core.runtime.threads import ThreadEvent

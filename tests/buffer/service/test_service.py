@@ -27,7 +27,7 @@ from asyncrl.core.rpc import Client, Request
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.service_command import Drain
-from asyncrl.core.service_status import FinishedEvaluation
+from asyncrl.core.status.service import FinishedEvaluation
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
 from tests.runtimes import ManualRuntime
 

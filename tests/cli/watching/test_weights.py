@@ -20,8 +20,8 @@ from asyncrl.control.record.syncing import weights_answer, weights_metrics
 from asyncrl.core.config.load import dump_resolved
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.metrics import unknown_names
-from asyncrl.core.service_status import Statuses
 from asyncrl.core.staleness import PolicyVersion
+from asyncrl.core.status.statuses import Statuses
 from tests.cli.test_audit import make_config
 from tests.weight_sync.cluster import (
     Child,

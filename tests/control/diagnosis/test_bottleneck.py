@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from asyncrl.control.diagnosis.waits import Diagnosis, diagnose
 from asyncrl.core.obstacle import Cause, Obstacle
-from asyncrl.core.service_status import Statuses
+from asyncrl.core.status.statuses import Statuses
 from tests.statuses import statuses_of
 
 UP = {

@@ -10,7 +10,7 @@ from asyncrl.control.machine import resources
 from asyncrl.control.machine.resources import check_replicas, count_gpus
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
-from asyncrl.core.service_status import NUM_INDICES
+from asyncrl.core.status.service import NUM_INDICES
 
 SECTIONS = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}
 

@@ -27,7 +27,7 @@ from asyncrl.core.files.private import make_private
 from asyncrl.core.obstacle import Cause
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.service_command import Drain
-from asyncrl.core.service_status import Statuses
+from asyncrl.core.status.statuses import Statuses
 from tests.statuses import status_of, statuses_of
 
 SECTIONS = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}

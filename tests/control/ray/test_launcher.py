@@ -36,8 +36,9 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.service_command import Bound, DeregisterReplica, Drain, Promote, Tighten
-from asyncrl.core.service_status import ServiceStatus, pack_status
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import ServiceStatus
+from asyncrl.core.status.statuses import pack_status
 from tests.other_user import NOBODY, acting_as
 
 RUN_ID = f"test{os.getpid()}"

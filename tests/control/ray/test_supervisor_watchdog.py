@@ -21,8 +21,9 @@ from asyncrl.control.roster import RUN_VARIABLE, ServiceSpec
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.service import SERVICE_VARIABLE, ServiceContext
-from asyncrl.core.service_status import ServiceStatus, Statuses, SupervisorStatus
 from asyncrl.core.states import RunState, ServiceState
+from asyncrl.core.status.service import ServiceStatus, SupervisorStatus
+from asyncrl.core.status.statuses import Statuses
 from tests.runtimes import ManualClock
 from tests.waiting import wait_for
 

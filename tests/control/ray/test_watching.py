@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from asyncrl.control.ray import membership, wait_for_nodes
+from asyncrl.cli.run import wait_for_nodes
+from asyncrl.control.ray import membership
 from asyncrl.control.ray.bootstrap import LOST_AFTER, is_open, watching
 from asyncrl.control.ray.placement import Node
 from asyncrl.core.errors import DeadlineExceeded

@@ -13,7 +13,7 @@ from asyncrl.control.record.history import read_history
 from asyncrl.control.record.summary import NAMES, draw_curves, smooth, summarise
 from asyncrl.control.rows.metering import Meter
 from asyncrl.core.config.tree import Config
-from asyncrl.core.service_status import Statuses
+from asyncrl.core.status.statuses import Statuses
 from benchmarks.harness.rows import Row
 from benchmarks.reports.plots import draw
 from tests.statuses import statuses_of

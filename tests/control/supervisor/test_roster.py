@@ -16,8 +16,8 @@ from asyncrl.control.roster import FACTORIES, SERVERS, Roster, ServiceSpec
 from asyncrl.core.config.load import dump_resolved, load_config
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import AsyncrlError, ConfigError
-from asyncrl.core.service_status import NUM_INDICES
 from asyncrl.core.sockets.keys import RunKeys, make_run_keys, read_client_keys
+from asyncrl.core.status.service import NUM_INDICES
 from asyncrl.planner import plan
 
 SECTIONS = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}

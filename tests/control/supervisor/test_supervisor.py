@@ -29,7 +29,7 @@ from asyncrl.core.errors import ConfigError, Refused
 from asyncrl.core.metrics.row_log import paths_of
 from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 from asyncrl.core.service_command import Drain
-from asyncrl.core.service_status import Statuses
+from asyncrl.core.status.statuses import Statuses
 from asyncrl.page.http.routes import page_routes
 from tests.statuses import statuses_of, told_by
 from tests.threads import RUNTIME

@@ -11,7 +11,8 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.metrics import METRICS, extreme_of, find, unknown_names
 from asyncrl.core.metrics.page import render
 from asyncrl.core.metrics.tallies import conclude
-from asyncrl.core.service_status import FinishedEvaluation, Statuses
+from asyncrl.core.status.service import FinishedEvaluation
+from asyncrl.core.status.statuses import Statuses
 from rollout_service.evaluation.statistics import Judged, JudgedPrompt, tally_prompts
 from tests.threads import RUNTIME
 

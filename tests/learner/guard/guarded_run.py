@@ -22,7 +22,7 @@ from asyncrl.core.experience import Group
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.core.service_command import HandOverRows
-from asyncrl.core.service_status import BufferStatus
+from asyncrl.core.status.service import BufferStatus
 from learner.backend import Models
 from learner.batch_fetcher import BatchFetcher
 from learner.checkpoint import CheckpointStore

@@ -17,7 +17,7 @@ from asyncrl.core.config.tree import KlSection
 from asyncrl.core.metrics import METRICS, find, unknown_names
 from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 from asyncrl.core.metrics.tallies import conclude
-from asyncrl.core.service_status import FinishedEvaluation
+from asyncrl.core.status.service import FinishedEvaluation
 from asyncrl.page.http.prometheus import prometheus_name, prometheus_text
 from learner.backend import Models
 from learner.megatron.backend import MegatronValueBackend

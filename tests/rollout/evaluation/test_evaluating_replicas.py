@@ -12,7 +12,7 @@ from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.messages import EvaluationOrder, LeaseReply
 from asyncrl.buffer.rules.replica import CALL_ATTEMPTS
 from asyncrl.core.metrics.tallies import Tally
-from asyncrl.core.service_status import FinishedEvaluation
+from asyncrl.core.status.service import FinishedEvaluation
 from rollout_service.engine.protocol import Interrupted
 from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.rules.matching import score_digit_sort

@@ -17,8 +17,8 @@ import torch
 
 from asyncrl.core.experience import Group, Trajectory
 from asyncrl.core.service_command import Drain
-from asyncrl.core.service_status import pack_status
 from asyncrl.core.staleness import Span
+from asyncrl.core.status.statuses import pack_status
 from rollout_service.gateway.app import MAX_BODY_BYTES
 from rollout_service.gateway.keys import GatewayKey
 from rollout_service.tasks.tiny_text import build_tokenizer

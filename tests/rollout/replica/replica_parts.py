@@ -18,8 +18,8 @@ from asyncrl.core.runtime.clock import SystemClock
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.core.service import ServiceContext
-from asyncrl.core.service_status import BufferStatus
 from asyncrl.core.staleness import PolicyVersion
+from asyncrl.core.status.service import BufferStatus
 from rollout_service.data.prompts import PromptSet
 from rollout_service.data.sources import load_sources
 from rollout_service.engine.metered import MeteredEngine

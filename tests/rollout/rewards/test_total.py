@@ -16,7 +16,8 @@ from asyncrl.core.config.tree import RewardSection
 from asyncrl.core.errors import AsyncrlError, ServiceFailed
 from asyncrl.core.experience import MAX_REWARD_PARTS
 from asyncrl.core.service import ServiceContext
-from asyncrl.core.service_status import RewardStatus, Statuses
+from asyncrl.core.status.replica import RewardStatus
+from asyncrl.core.status.statuses import Statuses
 from rollout_service import composition
 from rollout_service.data.prompts import PromptSet
 from rollout_service.rewards.calling import FunctionReward

@@ -24,7 +24,7 @@ from asyncrl.buffer.journals.journal import (
 )
 from asyncrl.buffer.ledger.events import Checkpointed, Event
 from asyncrl.core.obstacle import Obstacle
-from asyncrl.core.service_status import JournalStatus
+from asyncrl.core.status.service import JournalStatus
 from asyncrl.core.wire import Frame
 
 SYNC_EVERY_S = 1.0

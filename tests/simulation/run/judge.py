@@ -10,11 +10,11 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
-from asyncrl.buffer.audit.recount import Recount as AuditRecount
 from asyncrl.buffer.journals.journal import unpack_commit
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.orders import PromptOrder, Source
 from asyncrl.buffer.ledger.state import LedgerState
+from asyncrl.cli.audit.recount import Recount as AuditRecount
 from asyncrl.core.experience import Group
 from tests.simulation.accounts.recount import Recount
 from tests.simulation.accounts.truth import ROOT, WeightsTree

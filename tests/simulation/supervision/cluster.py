@@ -14,8 +14,9 @@ from typing import Any
 from asyncrl.control.roster import ServiceSpec
 from asyncrl.core.errors import DeadlineExceeded, ServiceFailed
 from asyncrl.core.service_command import A, Command
-from asyncrl.core.service_status import ServiceStatus, Statuses
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import ServiceStatus
+from asyncrl.core.status.statuses import Statuses
 from tests.simulation.kernel.runtime import SimRuntime
 from tests.simulation.kernel.world import World
 from tests.simulation.supervision.judge import SupervisionJudge

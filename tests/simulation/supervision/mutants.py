@@ -22,7 +22,7 @@ from asyncrl.control.record.events import EventLog
 from asyncrl.control.rows.collector import RowCollector
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.core.service_command import Promote
-from asyncrl.core.service_status import Statuses
+from asyncrl.core.status.statuses import Statuses
 from tests.simulation.mutation import Mutant, Patch, always
 
 

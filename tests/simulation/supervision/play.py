@@ -21,7 +21,7 @@ from asyncrl.control.supervisor import Supervisor
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import AsyncrlError
 from asyncrl.core.rpc.message import Message
-from asyncrl.core.service_status import Statuses
+from asyncrl.core.status.statuses import Statuses
 from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.runtime import SimRuntime
 from tests.simulation.kernel.world import Process, World

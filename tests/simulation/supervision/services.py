@@ -29,8 +29,8 @@ from asyncrl.core.service_command import (
     Unpause,
     WriteCheckpoint,
 )
-from asyncrl.core.service_status import ServiceStatus, kind_of
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import ServiceStatus, kind_of
 from tests.statuses import status_of
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.audit.report import verify_run
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.events import Reserved, Resumed, Trained
+from asyncrl.cli.audit.report import verify_run
 from asyncrl.core.config.load import load_config
 from learner.checkpoint import CheckpointStore
 from tests.system.parts.harness import Harness

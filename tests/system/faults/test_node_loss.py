@@ -19,7 +19,8 @@ from asyncrl.core.experience import encode_group
 from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.service import ServiceContext
-from asyncrl.core.service_status import BufferStatus, read_status
+from asyncrl.core.status.service import BufferStatus
+from asyncrl.core.status.statuses import read_status
 from tests.buffer.parts import make_group
 
 NUM_GROUPS = 20

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from asyncrl.buffer.audit.report import verify_run
+from asyncrl.cli.audit.report import verify_run
 from tests.system.parts.up_run import UpRun, leftovers
 
 NUM_STEPS = 40

@@ -11,9 +11,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.buffer.audit.report import opened_past
 from asyncrl.buffer.ledger.events import Issued
 from asyncrl.buffer.ledger.orders import PromptOrder, Source
+from asyncrl.cli.audit.report import opened_past
 from tests.system.parts.up_run import UpRun, asyncrl_command
 
 NUM_STEPS, NUM_SHORT, NUM_LONG = 12, 400, 600

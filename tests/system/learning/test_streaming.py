@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.buffer.audit.report import verify_run
+from asyncrl.cli.audit.report import verify_run
 from asyncrl.core.config.load import load_config
 from tests.system.parts.harness import Harness
 from tests.system.parts.up_run import QUICKSTART, UpRun, leftovers

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.audit.report import verify_run
+from asyncrl.cli.audit.report import verify_run
 from tests.system.learning.test_learning import gain_in_standard_errors
 from tests.system.parts.up_run import QUICKSTART, UpRun
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.audit.report import verify_run
+from asyncrl.cli.audit.report import verify_run
 from asyncrl.control.record.events import load_events
 from tests.system.parts.slow_learner import VARIABLE
 from tests.system.parts.up_run import UpRun, leftovers

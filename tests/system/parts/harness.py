@@ -19,7 +19,7 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.files.private import make_secret
 from asyncrl.core.runtime.faults import VARIABLE as FAULT_VARIABLE
 from asyncrl.core.service import SERVICE_VARIABLE
-from asyncrl.core.service_status import BufferStatus
+from asyncrl.core.status.service import BufferStatus
 from tests.system.parts.host_main import NODE, host
 
 FORKS = multiprocessing.get_context("forkserver")

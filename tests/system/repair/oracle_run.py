@@ -19,7 +19,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from asyncrl.buffer.audit.report import verify_run
+from asyncrl.cli.audit.report import verify_run
 from asyncrl.core.config.load import load_config
 from asyncrl.core.config.tree import Config
 from tests.different import assert_all_differ

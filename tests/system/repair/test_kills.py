@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.audit.report import verify_run
+from asyncrl.cli.audit.report import verify_run
 from asyncrl.control.machine.processes import pids_of_service
 from asyncrl.control.record.events import EVENTS_FILE, load_events
 from tests.system.parts.up_run import UpRun, leftovers

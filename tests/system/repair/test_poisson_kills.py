@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.audit.report import verify_run
+from asyncrl.cli.audit.report import verify_run
 from asyncrl.control.machine.processes import pids_of_run
 from tests.system.parts.up_run import UpRun, leftovers
 from tests.system.repair.test_kills import is_at_work

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.buffer.audit.report import verify_run
+from asyncrl.cli.audit.report import verify_run
 from asyncrl.control.machine.processes import pids_of_run, pids_of_service
 from asyncrl.control.record.events import EVENTS_FILE, load_events
 from tests.system.parts.up_run import UpRun, leftovers

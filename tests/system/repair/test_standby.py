@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.audit.report import verify_run
 from asyncrl.buffer.journals.event_database import read_commits
 from asyncrl.buffer.ledger.events import Leased, Stored
+from asyncrl.cli.audit.report import verify_run
 from asyncrl.control.record.events import load_events
 from tests.system.parts.up_run import UpRun, leftovers
 from tests.system.repair.test_kills import REPAIR_DEADLINE_S, is_at_work

@@ -15,7 +15,7 @@ from asyncrl.core.config.tree import BufferSection
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.obstacle import Obstacle, Tell
 from asyncrl.core.runtime.interface import Runtime
-from asyncrl.core.service_status import JournalStatus
+from asyncrl.core.status.service import JournalStatus
 from asyncrl.core.wire import Frame
 
 

@@ -37,7 +37,7 @@ from asyncrl.core.obstacle import Obstacle, Tell, tell_nobody
 from asyncrl.core.runtime.faults import fault_point, is_wanted
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.runtime.threads import ThreadRuntime
-from asyncrl.core.service_status import RedisJournalStatus
+from asyncrl.core.status.service import RedisJournalStatus
 from asyncrl.core.wire import Frame
 
 READ_DEADLINE_S = 20.0

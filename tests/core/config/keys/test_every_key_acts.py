@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.core.config.schema import walk
+from asyncrl.cli.schema import walk
 
 ROOT = Path(__file__).parents[4]
 PACKAGES = ("asyncrl", "learner", "rollout_service", "weight_sync")

@@ -21,6 +21,7 @@ from asyncrl.buffer.composition import build as build_buffer
 from asyncrl.buffer.composition import ledger_settings
 from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.cli.run.start import folder_of
+from asyncrl.cli.schema import walk
 from asyncrl.control.fleet.autoscaler import autoscaler_of
 from asyncrl.control.fleet.rules import make_rules
 from asyncrl.control.ray.bootstrap import namespace_of
@@ -30,7 +31,6 @@ from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sinks.opening import check_sinks, open_sinks
 from asyncrl.control.roster import Roster
 from asyncrl.core.config.models.architectures import ModelSize
-from asyncrl.core.config.schema import walk
 from asyncrl.core.config.tree import Config
 from asyncrl.core.service import ServiceContext
 from asyncrl.planner.plan import checks, choose_backend, derived, machine

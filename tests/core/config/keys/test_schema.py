@@ -10,12 +10,12 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
+from asyncrl.cli.schema import json_schema, walk
+from asyncrl.cli.schema.notes import Note, read_note
+from asyncrl.cli.schema.page import render
 from asyncrl.core.config.load import load_config
 from asyncrl.core.config.reading.document import read_document
 from asyncrl.core.config.rules.format import FORMAT
-from asyncrl.core.config.schema import json_schema, walk
-from asyncrl.core.config.schema.notes import Note, read_note
-from asyncrl.core.config.schema.page import render
 from asyncrl.core.errors import ConfigError
 from configs import shipped
 
@@ -105,12 +105,12 @@ def test_every_key_has_an_example_and_every_example_is_taken(key):
 
 def test_the_checked_in_schema_is_current(schema):
     text = (ROOT / "configs" / "schema.json").read_text(encoding="utf-8")
-    assert json.loads(text) == schema, "run: python -m asyncrl.core.config.schema > configs/schema.json"
+    assert json.loads(text) == schema, "run: python -m asyncrl.cli.schema > configs/schema.json"
 
 
 def test_the_page_of_all_keys_is_current():
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == render(), "run: python -m asyncrl.core.config.schema --page > docs/configuration.md"
+    assert page == render(), "run: python -m asyncrl.cli.schema --page > docs/configuration.md"
     titles = [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
     assert titles[-2:] == ["What a resume may change", "Older files"] and f"than {FORMAT} is refused" in page
 

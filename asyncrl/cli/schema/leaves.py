@@ -13,7 +13,7 @@ from typing import TypeGuard, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from asyncrl.core.config.schema.notes import Note, read_notes
+from asyncrl.cli.schema.notes import Note, read_notes
 from asyncrl.core.config.tree import Config
 
 

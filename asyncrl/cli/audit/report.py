@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from asyncrl.buffer.audit.account import AccountReport, TimedEvent, describe_account
-from asyncrl.buffer.audit.recount import Account, Finding, Recount
 from asyncrl.buffer.composition import ledger_settings
 from asyncrl.buffer.journals.kind import Scan, journal_kind
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.state import LedgerState
+from asyncrl.cli.audit.account import AccountReport, TimedEvent, describe_account
+from asyncrl.cli.audit.recount import Account, Finding, Recount
 from asyncrl.core.config.load import find_run_folder, load_resolved
 from asyncrl.core.config.tree import Config
 

@@ -11,8 +11,8 @@ import inspect
 
 from pydantic import BaseModel
 
-from asyncrl.core.config.schema.leaves import dump_value, section_in
-from asyncrl.core.config.schema.notes import Note, read_notes
+from asyncrl.cli.schema.leaves import dump_value, section_in
+from asyncrl.cli.schema.notes import Note, read_notes
 from asyncrl.core.config.tree import Config
 
 DRAFT = "http://json-schema.org/draft-07/schema#"

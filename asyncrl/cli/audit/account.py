@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypedDict
 
-from asyncrl.buffer.audit.recount import PENDING, Account, Recount
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.state import LedgerState
+from asyncrl.cli.audit.recount import PENDING, Account, Recount
 
 AGE_BOUNDS_S = (1, 10, 60, 600, 3600)
 """Upper ends of the classes of the histogram of ages, in seconds; the last class has none."""

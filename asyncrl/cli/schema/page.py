@@ -12,15 +12,15 @@ from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from asyncrl.cli.schema.draft import summary_of
+from asyncrl.cli.schema.leaves import Leaf, is_section, section_in, walk
 from asyncrl.core.config.rules.format import FORMAT
 from asyncrl.core.config.rules.resume import CHANGES_ON_RESUME, SAME_ON_RESUME
-from asyncrl.core.config.schema.draft import summary_of
-from asyncrl.core.config.schema.leaves import Leaf, is_section, section_in, walk
 from asyncrl.core.config.tree import Config
 
 HEAD = """# Configuration
 
-Generated: `python -m asyncrl.core.config.schema --page > docs/configuration.md`. The same for an editor is in
+Generated: `python -m asyncrl.cli.schema --page > docs/configuration.md`. The same for an editor is in
 [schema.json](../configs/schema.json): `# yaml-language-server: $schema=<path>/schema.json` as the first line
 of a file, with a path from that file, turns on completion and checks. The files in [configs](../configs) are
 there to start from; `asyncrl plan` checks a file against this machine and says what a run would take.

@@ -9,16 +9,9 @@ from hypothesis import strategies as st
 
 from asyncrl.core.errors import WireError
 from asyncrl.core.obstacle import Cause, Obstacle
-from asyncrl.core.service_status import (
-    KINDS,
-    BufferStatus,
-    LearnerStatus,
-    ServiceStatus,
-    Statuses,
-    pack_status,
-    read_status,
-)
 from asyncrl.core.states import ServiceState
+from asyncrl.core.status.service import BufferStatus, LearnerStatus, ServiceStatus
+from asyncrl.core.status.statuses import KINDS, Statuses, pack_status, read_status
 from tests.statuses import filled, status_of
 
 

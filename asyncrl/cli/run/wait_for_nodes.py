@@ -1,6 +1,6 @@
 """Wait for the nodes of a Ray cluster until all of them have joined.
 
-`python -m asyncrl.control.ray.wait_for_nodes HOST:PORT NODES`: for batch scripts, which start Ray on
+`python -m asyncrl.cli.run.wait_for_nodes HOST:PORT NODES`: for batch scripts, which start Ray on
 several machines at once. It must run on one of the nodes.
 """
 
@@ -23,7 +23,7 @@ NAMESPACE = "asyncrl-waiting"
 def main(arguments: Sequence[str]) -> int:
     """Return the exit code: 0 when all are there, 1 after the deadline, 2 for wrong arguments."""
     if len(arguments) != 2 or ":" not in arguments[0] or not arguments[1].isdigit():
-        print("usage: python -m asyncrl.control.ray.wait_for_nodes HOST:PORT NODES", file=sys.stderr)
+        print("usage: python -m asyncrl.cli.run.wait_for_nodes HOST:PORT NODES", file=sys.stderr)
         return 2
     address, wanted = arguments[0], int(arguments[1])
     end = time.monotonic() + DEADLINE_S

@@ -1,0 +1,1 @@
+"""Statuses of services: one struct for each kind."""

@@ -1,0 +1,82 @@
+"""Status of a replica and of its parts: engine, rewards, gateway (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from asyncrl.core.rpc.message import Message
+from asyncrl.core.status.service import ServiceStatus
+
+
+class EngineStatus(Message, frozen=True, kw_only=True):
+    """Status of an engine.
+
+    Attributes:
+        tokens, trajectories: Generated since the start.
+        busy_s, idle_by_cause: Seconds since the start.
+        last_swap_s: Duration of the last change of weights.
+    """
+
+    in_flight_requests: int
+    tokens: int
+    trajectories: int
+    busy_s: float
+    idle_by_cause: Mapping[str, float]
+    swaps: int
+    last_swap_s: float
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without work since the start, for any cause."""
+        return sum(self.idle_by_cause.values())
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the start."""
+        return self.busy_s + self.idle_s
+
+
+class RewardStatus(Message, frozen=True):
+    """Since the start: each part's (count, sum), and the failures by kind."""
+
+    parts: Mapping[str, tuple[int, float]] = {}
+    errors: Mapping[str, int] = {}
+
+
+class ShapingStatus(Message, frozen=True):
+    """Since the start: answers scored, those that were overlong, and the sum of what that took off."""
+
+    scored: int = 0
+    overlong: int = 0
+    taken_off: float = 0.0
+
+
+class GatewayStatus(Message, frozen=True):
+    """Status of a gateway: its URL, open sessions, counts, and replaced parameters by name."""
+
+    url: str
+    sessions: int = 0
+    sessions_counted: Mapping[str, int] = {}
+    overridden: Mapping[str, int] = {}
+
+
+class ReplicaStatus(ServiceStatus, frozen=True, kw_only=True):
+    """Status of a replica.
+
+    Attributes:
+        version, step: Of the weights that it serves; 0 before the first.
+        standby: It follows the weights and takes no leases.
+        child_pids: Processes that die with it.
+        engine: None until it is built; so are the others, and where the run has none.
+    """
+
+    version: int
+    step: int
+    standby: bool
+    in_flight_groups: int
+    counters: Mapping[str, int]
+    child_pids: tuple[int, ...] = ()
+    engine: EngineStatus | None = None
+    reward: RewardStatus | None = None
+    shaping: ShapingStatus | None = None
+    gateway: GatewayStatus | None = None
