@@ -93,6 +93,7 @@ def make_results(**changed: float) -> dict[str, Any]:
         "memcpy_s": [0.02, 0.02, 0.02],
         "copy_s": [0.02, 0.02, 0.02],
         "digest_s": [0.012, 0.012, 0.012],
+        "call_s": [0.001, 0.001, 0.001],
         "publish_s": [0.024, 0.024, 0.024],
         "ready_s": [0.2, 0.2, 0.2],
     }
@@ -153,8 +154,8 @@ def test_figures_within_the_targets_pass_and_the_worst_is_named() -> None:
         ({"dead, staged": 6.3}, "dead sender of a sync and 6 s, staged"),
         ({"dead, direct": 3.3}, "dead sender of a sync and 3 s, direct"),
         ({"dead stripe": 6.3}, "dead publisher of a sync and 6 s, 2 stripes"),
-        ({"publish_s": 0.041}, "staged stall of a plain copy"),
-        ({"direct_publish_s": 0.066}, "direct stall of a plain copy"),
+        ({"publish_s": 0.042}, "staged stall of a plain copy"),
+        ({"direct_publish_s": 0.068}, "direct stall of a plain copy"),
     ],
     ids=str,
 )
@@ -162,6 +163,16 @@ def test_every_target_can_be_missed(changed: dict[str, float], words: str) -> No
     is_met, verdict = weight_sync.check(make_results(**changed))
     assert not is_met
     assert words in verdict
+
+
+def test_a_version_of_one_bucket_is_judged_by_what_its_digest_and_a_call_leave() -> None:
+    results = make_results(transfer_s=0.127)
+    results["rows"][0] |= {"num_bytes": 10**7, "direct_round/packing_s": [0.01] * 3}
+    assert weight_sync.rate_floor(results["rows"][0], weight_sync.STAGED) == pytest.approx(0.09 / 0.103)
+    assert weight_sync.rate_floor(results["rows"][0], weight_sync.DIRECT) == pytest.approx(0.09 / 0.113)
+    assert weight_sync.check(results)[0], "0.709 of bare gloo is 0.8 of what a digest and a call leave"
+    results["rows"][0]["transfer_s"] = [0.13] * 3
+    assert not weight_sync.check(results)[0]
 
 
 def test_the_table_shows_ratios_the_engine_and_the_words_of_vllms_client() -> None:

@@ -46,7 +46,7 @@ from weight_sync.publisher_client import PublisherClient
 
 COORDINATOR_NAME, PUBLISHER_NAME = "weight_sync.0", "publisher.0"
 DEADLINE_S = 60.0
-LEARNER_ACTS = ("publish", "parts", "digest", "copy", "steps", "num_bytes")
+LEARNER_ACTS = ("publish", "parts", "digest", "copy", "call", "steps", "num_bytes")
 STEP_WIDTH = 1024
 """Of the matrix that a step multiplies: some 20 ms."""
 
@@ -147,6 +147,12 @@ class Learner:
         began = now_s()
         for copy, (_, tensor) in zip(self._copies, self._weights, strict=True):
             copy.copy_(tensor)
+        return now_s() - began
+
+    def call(self) -> float:
+        """Return the seconds of a call of the publisher that has nothing to do."""
+        began = now_s()
+        self._publisher_client.has_lost()
         return now_s() - began
 
     def steps(self, number: int) -> list[tuple[float, float]]:
