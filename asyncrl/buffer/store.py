@@ -185,9 +185,9 @@ class ExperienceStore:
             raise WireError(
                 f"the group is ticket {group.ticket}, attempt {group.attempt}, not {ticket}, {attempt}"
             )
-        if len(group.lengths) != self._group_size:
+        if group.num_samples != self._group_size:
             raise WireError(
-                f"ticket {ticket}: a group has {self._group_size} trajectories, not {len(group.lengths)}"
+                f"ticket {ticket}: a group has {self._group_size} trajectories, not {group.num_samples}"
             )
         self._bounds.check(group)
         if not all(version in self.ledger.state.versions for version in group.versions):

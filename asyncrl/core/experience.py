@@ -25,8 +25,9 @@ from asyncrl.core import wire
 from asyncrl.core.errors import WireError
 from asyncrl.core.staleness import UNLOADED, Span
 
-GROUP_SCHEMA = 3
-"""Form of a group's frames. A header without the field is of schema 1; schema 2 had no turns and parts."""
+GROUP_SCHEMA, FORKED_SCHEMA = 3, 4
+"""Form of a group's frames: of one trajectory per sample, and of samples that were forked. A header without
+the field is of schema 1; schema 2 had no turns and parts."""
 FINISH_REASONS = ("stop", "length", "turns", "done")
 CUT_REASONS = ("length", "turns")
 """Of episodes that a limit ended. With `rollout.truncated: mask` no token of them is trained."""
@@ -80,6 +81,8 @@ class Group:
         attempt: Number of the ticket's attempt that made it.
         prompt_ids: int32 [P].
         trajectories: G of them, in sample order.
+        forked: Sample of each trajectory, where an episode has several: those of a fork have the tokens
+            before it once more, with loss mask 0, and the reward of the episode. Empty if none has.
         baseline_reward: Reward of a greedy answer to the same prompt, which is not among the trajectories;
             None if none was requested.
     """
@@ -89,6 +92,12 @@ class Group:
     prompt_ids: npt.NDArray[np.int32]
     trajectories: tuple[Trajectory, ...]
     baseline_reward: float | None = None
+    forked: tuple[int, ...] = ()
+
+    @property
+    def samples(self) -> Sequence[int]:
+        """Sample of each trajectory."""
+        return self.forked or range(len(self.trajectories))
 
     @property
     def num_response_tokens(self) -> int:
@@ -125,7 +134,7 @@ class Outline:
 
     Attributes:
         rewards: Float32 [G].
-        baseline_reward: As of `Group`.
+        baseline_reward, forked: As of `Group`.
         lengths: Response tokens of each trajectory.
         mask_max: Largest value of each trajectory's loss mask; 0 for one without a token.
         finish: Reason for the end of each trajectory.
@@ -145,6 +154,12 @@ class Outline:
     token_ids: tuple[int, int]
     rewards: npt.NDArray[np.float32]
     baseline_reward: float | None
+    forked: tuple[int, ...]
+
+    @property
+    def num_samples(self) -> int:
+        """Episodes of the group."""
+        return self.forked[-1] + 1 if self.forked else len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
@@ -182,7 +197,7 @@ def encode_group(group: Group) -> list[wire.Frame]:
         for number in (sample, span.version, span.start, span.end)
     ]
     header = {
-        "schema": GROUP_SCHEMA,
+        "schema": FORKED_SCHEMA if group.forked else GROUP_SCHEMA,
         "ticket": group.ticket,
         "attempt": group.attempt,
         "lengths": [trajectory.num_tokens for trajectory in trajectories],
@@ -193,6 +208,8 @@ def encode_group(group: Group) -> list[wire.Frame]:
     }
     if group.baseline_reward is not None:
         header["baseline_reward"] = group.baseline_reward
+    if group.forked:
+        header["samples"] = list(group.forked)
     return [
         wire.pack_header(header),
         _column([group.prompt_ids], "<i4"),
@@ -273,7 +290,8 @@ def decode_group(frames: Sequence[wire.Frame]) -> Group:
         )
         for sample, (start, end) in enumerate(bounds)
     )
-    return Group(columns.ticket, columns.attempt, columns.prompt_ids, trajectories, columns.baseline_reward)
+    identity = columns.ticket, columns.attempt, columns.prompt_ids
+    return Group(*identity, trajectories, columns.baseline_reward, columns.forked)
 
 
 def _parts_of(parts: Mapping[str, list[float | None]], sample: int) -> dict[str, float]:
@@ -299,6 +317,7 @@ def outline_group(frames: Sequence[wire.Frame]) -> Outline:
         token_ids=_range_of(columns.prompt_ids, columns.response_ids),
         rewards=columns.rewards,
         baseline_reward=columns.baseline_reward,
+        forked=columns.forked,
     )
 
 
@@ -335,6 +354,7 @@ class _Columns:
     spans: list[list[int]]
     rewards: npt.NDArray[np.float32]
     baseline_reward: float | None
+    forked: tuple[int, ...]
 
 
 def _read_columns(frames: Sequence[wire.Frame]) -> _Columns:
@@ -371,23 +391,41 @@ def _read_columns(frames: Sequence[wire.Frame]) -> _Columns:
         spans=spans,
         rewards=rewards,
         baseline_reward=_baseline_reward(header),
+        forked=_forked_samples(header, rewards),
     )
 
 
 def _check_schema(schema: object) -> None:
-    if type(schema) is int and schema == GROUP_SCHEMA:
+    if type(schema) is int and schema in (GROUP_SCHEMA, FORKED_SCHEMA):
         return
     if type(schema) is not int or schema < 1:
         raise WireError("the schema of a group is a number from 1")
-    if schema > GROUP_SCHEMA:
+    if schema > FORKED_SCHEMA:
         raise WireError(
-            f"a group has schema {schema}, this process reads {GROUP_SCHEMA}: its maker is newer",
+            f"a group has schema {schema}, this process reads {FORKED_SCHEMA}: its maker is newer",
             hint="Update asyncrl where the buffer and the learner run, then where groups are made",
         )
     raise WireError(
         f"a group has schema {schema}, this process reads {GROUP_SCHEMA}: its maker is older",
         hint="Update asyncrl where groups are made, and start a new run for a journal that holds old ones",
     )
+
+
+def _forked_samples(header: Mapping[str, object], rewards: npt.NDArray[np.float32]) -> tuple[int, ...]:
+    """Return the sample of each trajectory, empty where each has its own."""
+    if header.get("schema") != FORKED_SCHEMA:
+        return ()
+    samples = _non_negative_ints(header, "samples")
+    if len(samples) != len(rewards) or samples[:1] != [0]:
+        raise WireError("the samples do not fit the trajectories")
+    for row, (before, sample) in enumerate(itertools.pairwise(samples), 1):
+        if sample - before not in (0, 1):
+            raise WireError(
+                f"sample {sample} comes after sample {before}: they stand in order, none left out"
+            )
+        if sample == before and rewards[row] != rewards[row - 1]:
+            raise WireError(f"the trajectories of sample {sample} have different rewards: an episode has one")
+    return tuple(samples)
 
 
 def _baseline_reward(header: Mapping[str, object]) -> float | None:

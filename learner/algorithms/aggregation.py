@@ -26,6 +26,7 @@ def aggregate(
     num_rows: float,
     counted_N: torch.Tensor | None = None,
     loss_scale: float = 1.0,
+    share_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return this part's share of the minibatch loss.
 
@@ -38,11 +39,13 @@ def aggregate(
         num_rows: Rows that the minibatch counts.
         counted_N: Tokens that count towards a row's length; `mask_N` if not given.
         loss_scale: The constant length of Dr.GRPO, for seq-mean-token-sum-norm.
+        share_R: Share of each row in the tokens of its episode, for seq-mean-token-mean; 1 if not given.
     """
     assert mode in MODES, mode
     if mode == "seq-mean-token-mean":
         counted_R = rows.count(mask_N if counted_N is None else counted_N)
-        return (rows.sum(loss_N, mask_N) / (counted_R + EPSILON)).sum() / max(num_rows, 1.0)
+        mean_R = rows.sum(loss_N, mask_N) / (counted_R + EPSILON)
+        return (mean_R if share_R is None else mean_R * share_R).sum() / max(num_rows, 1.0)
     total = masked(loss_N, mask_N).sum()
     if mode == "token-sum":
         return total

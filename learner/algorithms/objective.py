@@ -30,7 +30,7 @@ from learner.algorithms.losses.clipped import reinforce
 from learner.algorithms.losses.terms import value_loss
 from learner.algorithms.presets import find_correction
 from learner.algorithms.registry import resolve
-from learner.algorithms.rows import Rows, Sum, masked, masked_mean
+from learner.algorithms.rows import Rows, Sum, masked, masked_mean, sum_episodes
 from learner.algorithms.validation import check_section, describe_section
 from learner.batching.batch import PackedBatch
 
@@ -217,7 +217,8 @@ class Objective:
             coefficient = self.kl.controller.value
             if coefficient:  # 0 turns it off whatever the KL is
                 rewards_N = rewards_N - coefficient * penalty.kl_N
-                scores_R = scores_R - coefficient * rows.sum(penalty.kl_N, counted_N)
+                kl_R = sum_episodes(rows.sum(penalty.kl_N, counted_N), batch.episode_R)
+                scores_R = scores_R - coefficient * kl_R
             metrics["actor/reward_kl_penalty"] = penalty.mean
             metrics["actor/reward_kl_penalty_coeff"] = coefficient
         found = self.advantage(
@@ -227,6 +228,7 @@ class Objective:
                 counted_N,
                 rows,
                 batch.group_R,
+                batch.episode_R,
                 gamma=self.section.gamma,
                 lam=self.section.lam,
                 values_N=batch.values_N,
@@ -252,7 +254,7 @@ class Objective:
     ) -> torch.Tensor:
         totals = microbatch.totals
         if tokens.loss_R is not None:
-            return aggregate_rows(tokens.loss_R, totals.num_rows)
+            return aggregate_rows(tokens.loss_R * microbatch.share_R, totals.num_rows)
         is_compat = self.section.verl_compat
         return aggregate(
             tokens.loss_N if weights_N is None else tokens.loss_N * weights_N,
@@ -263,6 +265,7 @@ class Objective:
             num_rows=totals.num_rows,
             counted_N=mask_N if is_compat else microbatch.counted_N,
             loss_scale=self.loss_scale,
+            share_R=microbatch.share_R,
         )
 
     def _regularise(

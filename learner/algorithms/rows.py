@@ -63,6 +63,20 @@ class Rows:
         return count_R.cumsum(0)[self.row_N] - is_in_N.cumsum(0) + is_in_N
 
 
+def first_rows(episode_R: torch.Tensor) -> torch.Tensor:
+    """Return the first row of each episode [E]; episodes are numbered from 0."""
+    num_episodes = int(episode_R.max()) + 1 if len(episode_R) else 0
+    none_E = torch.full((num_episodes,), len(episode_R))
+    return none_E.scatter_reduce(0, episode_R, torch.arange(len(episode_R)), "amin")
+
+
+def sum_episodes(x_R: torch.Tensor, episode_R: torch.Tensor | None) -> torch.Tensor:
+    """Return for each row the sum over all rows of its episode [R]; without episodes each row is one."""
+    if episode_R is None:
+        return x_R
+    return torch.zeros(len(x_R), device=x_R.device).index_add(0, episode_R, x_R)[episode_R]
+
+
 def padded_rows(num_rows: int, num_columns: int) -> Rows:
     """Return the rows of a padded batch whose tensors were flattened."""
     return Rows(torch.arange(num_rows).repeat_interleave(num_columns), num_rows)

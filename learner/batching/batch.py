@@ -25,6 +25,7 @@ import torch
 from asyncrl.core.errors import DataError, LedgerError
 from asyncrl.core.experience import Group
 from asyncrl.core.staleness import UNLOADED
+from learner.algorithms.rows import Rows, sum_episodes
 from learner.batching.balance import karmarkar_karp, plan_microbatches
 from learner.numerics.transfer import send, send_fields
 
@@ -37,7 +38,7 @@ class Totals:
 
     Attributes:
         num_tokens: Tokens of the loss before any was masked for its age or rejected.
-        num_rows: Rows with at least one such token.
+        num_rows: Episodes with at least one such token: rows, where none was forked.
         num_trained: Tokens whose mask is 1.
     """
 
@@ -62,6 +63,9 @@ class PackedBatch:
         row_N: Row of each position.
         cu_seqlens: R + 1 positions at which rows start and end.
         group_R: Group of each row, 0..G-1.
+        episode_R: Episode of each row, numbered from 0; an episode that was forked has several rows.
+        share_R: The row's share of its episode's trained tokens, as they are counted, float32: 1 if it has no
+            other row. It is the row's weight in a mean over rows.
         rewards_R: float32; once the objective has prepared the batch, less the KL that it takes off them.
         baseline_R: Reward of a greedy answer to the row's prompt, NaN where its group brought none; None if
             no group did.
@@ -89,6 +93,8 @@ class PackedBatch:
     row_N: torch.Tensor
     cu_seqlens: tuple[int, ...]
     group_R: torch.Tensor
+    episode_R: torch.Tensor
+    share_R: torch.Tensor
     rewards_R: torch.Tensor
     tickets_G: tuple[int, ...]
     totals: Totals
@@ -205,38 +211,28 @@ class PackedBatch:
         else:
             runs = [torch.arange(start, start + size) for start, size in zip(starts, lengths, strict=True)]
             index_N = torch.cat(runs) if runs else rows_R
-        columns = {
-            field.name: value[index_N]
-            for field in dataclasses.fields(self)
-            if field.name.endswith("_N") and (value := getattr(self, field.name)) is not None
-        }
+        columns = {name: value[index_N] for name, value in self._columns("_N")}
+        columns |= {name: value[rows_R] for name, value in self._columns("_R")}
         columns["row_N"] = torch.repeat_interleave(
             torch.arange(len(rows)), torch.tensor(lengths, dtype=torch.long)
         )
-        return dataclasses.replace(
-            self,
-            **columns,
-            cu_seqlens=_cumulate(lengths),
-            group_R=self.group_R[rows_R],
-            rewards_R=self.rewards_R[rows_R],
-            baseline_R=None if self.baseline_R is None else self.baseline_R[rows_R],
-        )
+        columns["episode_R"] = columns["episode_R"].unique(return_inverse=True)[1]
+        return self._of(columns, lengths)
+
+    def _of(self, columns: dict[str, Any], lengths: Sequence[int]) -> PackedBatch:
+        """Return the batch of other rows, whose columns those are."""
+        return dataclasses.replace(self, **columns, cu_seqlens=_cumulate(lengths))
+
+    def _columns(self, suffix: str) -> list[tuple[str, torch.Tensor]]:
+        """Return the columns that are there, by name."""
+        named = [field.name for field in dataclasses.fields(self) if field.name.endswith(suffix)]
+        return [(name, value) for name in named if (value := getattr(self, name)) is not None]
 
     def _make_filler(self) -> PackedBatch:
         """Return one position that trains nothing, with every column that this batch has."""
-        columns: dict[str, Any] = {
-            field.name: value.new_zeros(1)
-            for field in dataclasses.fields(self)
-            if field.name.endswith("_N") and (value := getattr(self, field.name)) is not None
-        }
-        return dataclasses.replace(
-            self,
-            **(columns | {"origin_N": torch.tensor([-1])}),
-            cu_seqlens=(0, 1),
-            group_R=self.group_R.new_zeros(1),
-            rewards_R=self.rewards_R.new_zeros(1),
-            baseline_R=None if self.baseline_R is None else self.baseline_R.new_zeros(1),
-        )
+        found = self._columns("_N") + self._columns("_R")
+        columns = {name: value.new_zeros(1) for name, value in found}
+        return self._of(columns | {"origin_N": torch.tensor([-1])}, [1])
 
 
 def restore_order(microbatches: Sequence[PackedBatch], values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -276,6 +272,8 @@ def build_batch(groups: Sequence[Group], step: int, step_of_version: Mapping[int
     versions, steps = _spread_versions(ordered, step, step_of_version)
     mask_N = _shift(columns[1], last_positions, np.float32)
     sizes = [len(group.trajectories) for group in ordered]
+    row_N = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+    episode_R = torch.tensor(_number_episodes(ordered))
     batch = PackedBatch(
         step=step,
         tokens_N=torch.from_numpy(columns[0].astype(np.int64)),
@@ -285,9 +283,11 @@ def build_batch(groups: Sequence[Group], step: int, step_of_version: Mapping[int
         behaviour_N=_shift(columns[2], last_positions, np.float32),
         version_N=_shift(versions, last_positions, np.int64),
         lag_N=_shift(step - steps, last_positions, np.int64),
-        row_N=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
+        row_N=row_N,
         cu_seqlens=cu_seqlens,
         group_R=torch.from_numpy(np.repeat(np.arange(len(ordered)), sizes)),
+        episode_R=episode_R,
+        share_R=_share_episodes(mask_N, row_N, episode_R),
         rewards_R=torch.tensor(
             [reward for group in ordered for reward in group.rewards], dtype=torch.float32
         ),
@@ -326,6 +326,21 @@ def _spread_versions(
                 steps.append(_step_of(span.version, step, step_of_version))
                 run_lengths.append(span.end - span.start)
     return np.repeat(versions, run_lengths), np.repeat(steps, run_lengths)
+
+
+def _number_episodes(ordered: Sequence[Group]) -> list[int]:
+    """Return the episode of each row."""
+    found: list[int] = []
+    for group in ordered:
+        first = found[-1] + 1 if found else 0
+        found += [first + sample for sample in group.samples]
+    return found
+
+
+def _share_episodes(mask_N: torch.Tensor, row_N: torch.Tensor, episode_R: torch.Tensor) -> torch.Tensor:
+    """Return the share of each row in the masked-in tokens of its episode; 0 of none."""
+    count_R = Rows(row_N, len(episode_R)).count(mask_N)
+    return count_R / sum_episodes(count_R, episode_R).clamp(min=1)
 
 
 def _spread_baselines(ordered: Sequence[Group]) -> torch.Tensor | None:
@@ -370,11 +385,11 @@ def assign_shards(
 
 
 def count_totals(batch: PackedBatch) -> Totals:
-    """Return the denominators of `batch` on this rank alone."""
+    """Return the denominators of `batch` on this rank alone; the rows of an episode count as one."""
     per_row = torch.zeros(batch.num_rows).index_add_(0, batch.row_N, batch.counted_N)
     return Totals(
         num_tokens=float(batch.counted_N.sum()),
-        num_rows=float((per_row > 0).sum()),
+        num_rows=float(len(batch.episode_R[per_row > 0].unique())),
         num_trained=float(batch.loss_mask_N.sum()),
     )
 

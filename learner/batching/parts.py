@@ -33,6 +33,8 @@ def make_empty(step: int) -> PackedBatch:
         row_N=whole,
         cu_seqlens=(0,),
         group_R=whole,
+        episode_R=whole,
+        share_R=real,
         rewards_R=real,
         tickets_G=(),
         totals=Totals(0.0, 0.0, 0.0),
@@ -58,6 +60,7 @@ def join_batches(parts: Sequence[PackedBatch]) -> PackedBatch:
     moved = {
         "row_N": [part.row_N + first for part, first in zip(filled, first_rows, strict=True)],
         "group_R": [part.group_R + first for part, first in zip(filled, first_groups, strict=True)],
+        "episode_R": [part.episode_R + first for part, first in zip(filled, first_rows, strict=True)],
         "baseline_R": _fill_baselines(filled),
     }
     lengths = [length for part in filled for length in part.row_lengths]

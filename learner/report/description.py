@@ -27,7 +27,7 @@ from learner.algorithms.diagnostics.summary import (
     spread,
     target_spreads,
 )
-from learner.algorithms.rows import Rows
+from learner.algorithms.rows import Rows, first_rows
 from learner.batching.batch import PackedBatch
 
 Metrics = dict[str, float]
@@ -75,7 +75,8 @@ def describe_rewards(batch: PackedBatch, prepared: PackedBatch) -> Metrics:
     rewards_R = batch.rewards_R.clone()
     rewards_R[is_kept_R] = prepared.rewards_R
     length_R = torch.bincount(batch.row_N[batch.version_N > UNLOADED], minlength=batch.num_rows)
-    return _without_nothing(score_metrics(batch.rewards_R, rewards_R, length_R))
+    episodes = first_rows(batch.episode_R)
+    return _without_nothing(score_metrics(batch.rewards_R[episodes], rewards_R[episodes], length_R[episodes]))
 
 
 def describe_baselines(batch: PackedBatch) -> Metrics:

@@ -11,6 +11,7 @@ from asyncrl.core import wire
 from asyncrl.core.errors import WireError
 from asyncrl.core.experience import (
     FINISH_REASONS,
+    FORKED_SCHEMA,
     GROUP_SCHEMA,
     MAX_REWARD_PARTS,
     Group,
@@ -174,7 +175,7 @@ def test_a_true_does_not_pass_for_a_number() -> None:
 @pytest.mark.parametrize(
     ("schema", "word"),
     [
-        (GROUP_SCHEMA + 1, "newer"),
+        (FORKED_SCHEMA + 1, "newer"),
         (2, "schema 2, .* older"),
         (1, "older"),
         (None, "older"),
@@ -191,6 +192,44 @@ def test_a_group_of_another_schema_is_refused_by_its_number(schema: object, word
         header.pop("schema")
     with pytest.raises(WireError, match=word):
         decode_group([wire.pack_header(header), *frames[1:]])
+
+
+def make_forked(samples: tuple[int, ...], rewards: tuple[float, ...]) -> Group:
+    group = make_group([3] * len(samples))
+    rows = zip(group.trajectories, rewards, strict=True)
+    trajectories = tuple(dataclasses.replace(one, reward=reward) for one, reward in rows)
+    return dataclasses.replace(group, trajectories=trajectories, forked=samples)
+
+
+def test_the_samples_of_forked_trajectories_come_back() -> None:
+    frames = encode_group(make_forked((0, 0, 1, 2, 2), (1.0, 1.0, 0.5, 0.0, 0.0)))
+    assert decode_group(frames).forked == (0, 0, 1, 2, 2)
+    assert (outline_group(frames).num_samples, len(outline_group(frames).lengths)) == (3, 5)
+    plain = encode_group(make_group([3, 3]))
+    assert wire.unpack_header(plain[0])["schema"] == GROUP_SCHEMA, "readers of before know it"
+    assert (decode_group(plain).forked, outline_group(plain).num_samples) == ((), 2)
+
+
+@pytest.mark.parametrize(
+    ("samples", "rewards", "words"),
+    [
+        ((0, 2), (1.0, 1.0), "sample 2 comes after sample 0"),
+        ((0, 1, 0), (1.0, 1.0, 1.0), "sample 0 comes after sample 1"),
+        ((1, 1), (1.0, 1.0), "do not fit"),
+        ((0, 0), (1.0, 0.5), "an episode has one"),
+    ],
+)
+def test_samples_that_leave_one_out_or_disagree_on_the_reward_are_refused(
+    samples: tuple[int, ...], rewards: tuple[float, ...], words: str
+) -> None:
+    with pytest.raises(WireError, match=words):
+        decode_group(encode_group(make_forked(samples, rewards)))
+
+
+def test_samples_of_another_number_of_trajectories_are_refused() -> None:
+    group = make_forked((0, 0, 1), (1.0, 1.0, 1.0))
+    with pytest.raises(WireError, match="do not fit"):
+        decode_group(encode_group(dataclasses.replace(group, forked=(0, 0))))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6))

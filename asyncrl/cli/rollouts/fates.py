@@ -163,7 +163,7 @@ class FateBook:
         prompt_ids = group.prompt_ids.tolist()
         return [
             Rollout(fate, sample, prompt_ids, trajectory, mean, self._aged(trajectory.spans, fate.step))
-            for sample, trajectory in enumerate(group.trajectories)
+            for sample, trajectory in zip(group.samples, group.trajectories, strict=True)
         ]
 
     def _aged(self, spans: Iterable[Span], step: int) -> tuple[AgedSpan, ...]:

@@ -28,6 +28,7 @@ class AdvantageInput:
         mask_N: Sampled tokens; what lies between (tool output) is transparent.
         rows: The rows.
         group_R: Group of each row, any labels.
+        episode_R: Episode of each row, from 0; rows of one share its score. None: each row is one.
         gamma, lam: Discount, and the trace decay of GAE and V-trace.
         values_N: Value of the state before each token; for gae and vtrace.
         prox_N, behaviour_N: Log-probs at the start of the step and of the sampler; for vtrace and the
@@ -46,6 +47,7 @@ class AdvantageInput:
     mask_N: torch.Tensor
     rows: Rows
     group_R: torch.Tensor
+    episode_R: torch.Tensor | None = None
     gamma: float = 1.0
     lam: float = 1.0
     values_N: torch.Tensor | None = None

@@ -52,6 +52,16 @@ def test_a_short_or_long_group_is_refused_loudly_and_tried_again(num_trajectorie
     assert store.ledger.reserve(token, 0, 0.0) is None
 
 
+def test_a_group_of_forked_samples_is_stored_by_their_number_not_by_that_of_its_rows() -> None:
+    store, _ = begin()
+    grant = lease(store)
+    group = make_group(grant.ticket, grant.attempt, rewards=DIFFERENT)
+    rows = (group.trajectories[0], *group.trajectories)
+    samples = (0, *range(GROUP_SIZE))
+    forked = dataclasses.replace(group, trajectories=rows, forked=samples)
+    assert store.push("a", grant.ticket, grant.attempt, encode_group(forked)) == "stored"
+
+
 def test_a_trajectory_without_a_sampled_token_does_not_count_as_one() -> None:
     store, _ = begin()
     grant = lease(store)
