@@ -76,8 +76,10 @@ class Serving:
             while (ask := await self._channel.receive()) is not None:
                 if isinstance(ask, Abort):
                     await self._abort(ask.requests)
-                else:
-                    group.create_task(self._answer(ask))
+                    continue
+                if isinstance(ask, Generate):  # before its task: its abort may be read first
+                    self._requests.add(ask.number)
+                group.create_task(self._answer(ask))
 
     async def _answer(self, ask: Generate | Pause | Load | Resume) -> None:
         try:
@@ -124,7 +126,6 @@ class Serving:
             },
             return_logprob=True,
         )
-        self._requests.add(ask.number)
         try:
             async with self._turn:
                 await self._turn.wait_for(lambda: not self._is_paused or ask.number in self._aborted)

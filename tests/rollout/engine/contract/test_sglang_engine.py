@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from transformers import Qwen3ForCausalLM
@@ -22,7 +23,7 @@ from asyncrl.core.runtime.faults import VARIABLE
 from asyncrl.core.staleness import PolicyVersion, Span
 from rollout_service.engine.protocol import EngineDied, Sampling
 from rollout_service.engine.sglang.engine import SglangEngine, SglangSettings
-from rollout_service.engine.sglang.messages import Done, Pause, Resume
+from rollout_service.engine.sglang.messages import Abort, Done, Generate, Pause, Resume
 from rollout_service.engine.sglang.process import PYTHON
 from rollout_service.engine.sglang.variant import VARIANT
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
@@ -36,6 +37,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="SGLang is not there: make setup LIST=sglang"),
 ]
 PAUSE_S = 60.0
+PROMPT_IDS = np.asarray(PROMPT, np.int32).tobytes()
 
 
 class RunningSglang(Running):
@@ -123,6 +125,26 @@ def test_an_abort_ends_no_request_whose_number_begins_with_its_own(running: Runn
     results = running.loop.call(abort_one())
     assert isinstance(results[0], asyncio.CancelledError)
     assert [len(one.token_ids) for one in results[1:]] == [60] * 39
+
+
+def test_an_abort_that_is_read_in_the_turn_of_its_request_ends_it(running: Running):
+    child = running.engine._child
+
+    async def ask_and_abort() -> Any:
+        os.kill(child.pid, signal.SIGSTOP)  # it finds both in one read
+        try:
+            ask = Generate(child.new_number(), PROMPT_IDS, 2.0, 900, 0, True, [], [])
+            answer = asyncio.create_task(child.ask(ask, "an aborted request"))
+            while ask.number not in child._asked:
+                await asyncio.sleep(0)
+            child.tell(Abort(child.new_number(), [ask.number]))
+        finally:
+            os.kill(child.pid, signal.SIGCONT)
+        return await answer
+
+    answer = running.loop.call(ask_and_abort())
+    assert (answer.finish_reason, answer.token_ids) == ("abort", b"")
+    running.check_logprobs(running.generate(5))
 
 
 def test_a_pause_that_outlasts_its_deadline_is_taken_back(running: Running, monkeypatch: pytest.MonkeyPatch):
