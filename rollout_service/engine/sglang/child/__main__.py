@@ -32,15 +32,16 @@ from rollout_service.engine.sglang.messages import (
     Start,
 )
 
-SHARED = re.compile(r"/dev/shm/(?:sem\.mp-|sglang_|sgl_shm_)\S+")
-"""Shared memory that SGLang leaves behind when it is killed."""
+SHARED = re.compile(r"sem\.mp-|sglang_|sgl_shm_")
+"""Shared memory that SGLang leaves behind when it is killed, by how its name begins."""
 
 
 def main() -> None:
     """Serve until the adapter is gone."""
     end = socket.socket(fileno=int(sys.argv[1]))
     end.set_inheritable(False)
-    threading.Thread(target=_end_with, args=(end.fileno(),), daemon=True).start()
+    ending = threading.Thread(target=_end_with, args=(end.fileno(),), daemon=True)
+    ending.start()
     start = _read_start(end)
     os.environ[LOAD_REQUEST] = f"/proc/{os.getpid()}/fd/{os.memfd_create('load')}"
     try:
@@ -57,6 +58,7 @@ def main() -> None:
 
     loop: asyncio.AbstractEventLoop = engine.loop
     loop.run_until_complete(serve())
+    ending.join()  # else this process may be gone before all is removed
 
 
 def frame_of(message: object) -> bytes:
@@ -80,10 +82,15 @@ def _end_with(descriptor: int) -> None:
     shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
     import psutil
 
+    mapped = set()  # by inode: a semaphore's mapping has the name that it was made under
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         with contextlib.suppress(psutil.Error, OSError):
-            for name in SHARED.findall(Path(f"/proc/{process.pid}/maps").read_text()):
-                Path(name).unlink(missing_ok=True)
+            maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            mapped |= {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
+    for file in Path("/dev/shm").iterdir():
+        with contextlib.suppress(OSError):
+            if SHARED.match(file.name) and file.stat().st_ino in mapped:
+                file.unlink()
     os.killpg(0, signal.SIGKILL)
 
 

@@ -22,6 +22,7 @@ from asyncrl.core.errors import EngineError
 from asyncrl.core.runtime.faults import VARIABLE
 from asyncrl.core.staleness import PolicyVersion, Span
 from rollout_service.engine.protocol import EngineDied, Sampling
+from rollout_service.engine.sglang.child.__main__ import SHARED
 from rollout_service.engine.sglang.engine import SglangEngine, SglangSettings
 from rollout_service.engine.sglang.messages import Abort, Done, Generate, Pause, Resume
 from rollout_service.engine.sglang.process import PYTHON
@@ -215,3 +216,21 @@ def test_a_killed_scheduler_ends_the_requests_and_the_whole_session(running: Run
     assert not alive
     with pytest.raises(EngineDied):
         running.generate(1)
+
+
+def test_an_engine_that_is_shut_down_leaves_nothing_in_shared_memory(tmp_path: Path):
+    def shared() -> set[str]:
+        return {file.name for file in Path("/dev/shm").iterdir() if SHARED.match(file.name)}
+
+    async def start_and_shut_down() -> set[str]:
+        settings = SglangSettings(str(save_model(make_model(0), tmp_path)), "float32", 1024, 4, 64 << 20)
+        engine, before = SglangEngine(settings, build_tokenizer()), shared()
+        try:
+            await engine.start()
+            return shared() - before
+        finally:
+            await engine.shutdown()
+
+    made = asyncio.run(start_and_shut_down())
+    assert {name[:3] for name in made} == {"sem", "sgl"}
+    assert not made & shared()
