@@ -131,6 +131,7 @@ def nodes_of(snapshot: Snapshot) -> list[Node]:
                 ("transfer", seconds_of(metric_of(snapshot, "weights/transfer_s"))),
                 ("swap", seconds_of(metric_of(snapshot, "weights/apply_s"))),
                 ("failed", count_of(metric_of(snapshot, "weights/rounds_failed"))),
+                ("probe gap", figure_of(metric_of(snapshot, "weights/probe_gap_max"))),
             ],
         ),
     ]

@@ -88,6 +88,8 @@ def build_learner(context: ServiceContext) -> LearnerService:
 class SleepingEngine:
     """Answers with `max_tokens` zeros at a steady rate, `slots` requests at a time. See `protocol.Engine`."""
 
+    probe_gap: float | None = None
+
     def __init__(self, tokens_per_s: float, slots: int) -> None:
         self._tokens_per_s = tokens_per_s
         self._slots = asyncio.Semaphore(slots)

@@ -37,6 +37,7 @@ class InFlightEngine(ABC, Generic[RequestId]):
     def __init__(self) -> None:
         self._serving = PolicyVersion(UNLOADED, 0)
         self._is_loaded = False
+        self._probe_gap: float | None = None
         self._swap_lock = asyncio.Lock()
         self._running: set[RequestId] = set()
 
@@ -47,6 +48,10 @@ class InFlightEngine(ABC, Generic[RequestId]):
     @property
     def is_loaded(self) -> bool:
         return self._is_loaded
+
+    @property
+    def probe_gap(self) -> float | None:
+        return self._probe_gap
 
     async def interrupt(self) -> None:
         """End the requests in flight: an aborted one is answered with its tokens, log-probs and versions.

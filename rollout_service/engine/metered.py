@@ -49,6 +49,10 @@ class MeteredEngine:
     def is_loaded(self) -> bool:
         return self._engine.is_loaded
 
+    @property
+    def probe_gap(self) -> float | None:
+        return self._engine.probe_gap
+
     def account(self) -> dict[str, float]:
         """Return seconds by what they went by with: `BUSY`, `SWAP` and what `wait_for` named."""
         seconds = dict(self._seconds)  # a copy first: another thread may book meanwhile

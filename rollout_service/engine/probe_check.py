@@ -10,6 +10,7 @@ Shapes: R rows of L tokens each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 import torch
 
@@ -23,9 +24,14 @@ Measure = Callable[[Sequence[Row], float], torch.Tensor | None]
 
 
 class ProbeCheck:
-    """Compares the probes of one engine's versions with the learner's, and with the first of them."""
+    """Compares the probes of one engine's versions with the learner's, and with the first of them.
+
+    Attributes:
+        gap: Mean difference at the last one that passed, in nats per token; None where another worker judges.
+    """
 
     def __init__(self) -> None:
+        self.gap: float | None = None
         self._first: dict[Row, list[float]] = {}
         self._num_passed = 0
         self._passed_step: int | None = None
@@ -62,4 +68,5 @@ class ProbeCheck:
                 hint="They compute different models (compare dtypes and configurations), or the engine keeps "
                 "an old copy of a tensor. weight_sync.probe_every: 0 turns the check off",
             )
+        self.gap = fmean(map(abs, now))
         self._first = self._first or differences

@@ -93,6 +93,10 @@ class Engine(Protocol):
     def is_loaded(self) -> bool:
         """Whether the weights are whole: False from a load that failed to the next that works."""
 
+    @property
+    def probe_gap(self) -> float | None:
+        """Mean |engine - learner| log-prob of the last probe that passed, in nats; None without one."""
+
     async def start(self) -> None:
         """Load the model, ready for `generate`. Raises EngineError."""
 

@@ -267,6 +267,7 @@ def _describe(engine: MeteredEngine) -> EngineStatus:
         idle_by_cause=idle,
         swaps=engine.num_swaps,
         last_swap_s=engine.last_swap_s,
+        probe_gap=engine.probe_gap,
     )
 
 

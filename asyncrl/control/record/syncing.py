@@ -22,6 +22,8 @@ COUNTS = {
 }
 """Metrics that are counters of the coordinator, by their names there."""
 FAILED = "rounds_failed/"
+MAX_NAMED = 64
+"""Replicas that have a metric each."""
 
 
 def weights_metrics(statuses: Statuses) -> dict[str, float]:
@@ -33,7 +35,11 @@ def _replica_metrics(statuses: Statuses) -> dict[str, float]:
     serving = [one for one in statuses.told_replicas.values() if one.version]
     if not serving:
         return {}
+    gaps = {name.partition(".")[2]: one.probe_gap for name, one in statuses.engines.items()}
+    known = {f"weights/probe_gap/{index}": gap for index, gap in gaps.items() if gap is not None}
     return {
+        **({"weights/probe_gap_max": max(known.values())} if known else {}),
+        **(known if len(gaps) <= MAX_NAMED else {}),
         "weights/version": float(min(one.version for one in serving)),
         "weights/apply_s": max(one.engine.last_swap_s if one.engine is not None else 0.0 for one in serving),
     }

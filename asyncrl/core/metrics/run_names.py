@@ -198,6 +198,12 @@ _ROLLOUT = singles(
     ("weights/missed_swaps", "count", "Swaps so far that took longer than the deadline"),
     ("weights/failed_loads", "count", "Loads so far that failed in an engine; each is retried"),
     ("weights/apply_s", "s", "Longest of the replicas' last swaps (generation is paused)"),
+    ("weights/probe_gap_max", "nats", "Largest `weights/probe_gap/<number>`"),
+    (
+        "weights/probe_gap/<number>",
+        "nats",
+        "Mean |engine - learner| log-prob of a replica's last probe, by its number (up to 64 replicas)",
+    ),
     ("buffer/depth", "groups", "Complete groups not yet reserved by the learner"),
     (
         "buffer/dropped/stale",

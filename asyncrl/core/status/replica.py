@@ -15,6 +15,7 @@ class EngineStatus(Message, frozen=True, kw_only=True):
         tokens, trajectories: Generated since the start.
         busy_s, idle_by_cause: Seconds since the start.
         last_swap_s: Duration of the last change of weights.
+        probe_gap: Mean |engine - learner| log-prob of the last probe, in nats; None without one.
     """
 
     in_flight_requests: int
@@ -24,6 +25,7 @@ class EngineStatus(Message, frozen=True, kw_only=True):
     idle_by_cause: Mapping[str, float]
     swaps: int
     last_swap_s: float
+    probe_gap: float | None = None
 
     @property
     def idle_s(self) -> float:

@@ -43,6 +43,8 @@ class ScriptedEngine:
             its number, which tells more versions apart.
     """
 
+    probe_gap: float | None = None
+
     def __init__(self, eos_id: int, tokens_per_s: float = 0.0, *, follows_steps: bool = False) -> None:
         self._eos_id = eos_id
         self._follows_steps = follows_steps

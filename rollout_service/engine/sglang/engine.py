@@ -26,6 +26,7 @@ from rollout_service.engine.sglang.messages import (
     Generate,
     Generated,
     Load,
+    Loaded,
     Pause,
     Resume,
     Start,
@@ -153,7 +154,9 @@ class SglangEngine(InFlightEngine[int]):
         child, number, recomputes = self._child, staged.version.number, self._settings.recomputes_kv_cache
         within_s = CONTROL_DEADLINE_S + staged.manifest.total_bytes / LOAD_BYTES_PER_S
         load = Load(child.new_number(), staged.path, staged.manifest.to_bytes(), number, recomputes)
-        await child.ask(load, f"the load of version {number}", within_s)
+        answer = await child.ask(load, f"the load of version {number}", within_s)
+        assert isinstance(answer, Loaded)
+        self._probe_gap = answer.probe_gap
 
     def child_pids(self) -> list[int]:
         return list(self._pids)

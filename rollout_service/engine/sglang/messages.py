@@ -83,6 +83,12 @@ class Generated(_Message):
     finish_reason: str
 
 
+class Loaded(_Message):
+    """The version is loaded; the gap of the engine's last probe to the learner, None without one."""
+
+    probe_gap: float | None
+
+
 class Done(_Message):
     """It was done."""
 
@@ -94,7 +100,7 @@ class Failed(_Message):
 
 
 Ask = Start | Generate | Abort | Pause | Load | Resume
-Answer = Started | Generated | Done | Failed
+Answer = Started | Generated | Loaded | Done | Failed
 T = TypeVar("T")
 
 

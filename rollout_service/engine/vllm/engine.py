@@ -207,13 +207,15 @@ class VllmEngine(InFlightEngine[str]):
         self._has_open_update = True
         await self._control(llm.start_weight_update(), what)
         await self._control(llm.update_weights(update), what, within_s)
-        outcomes = msgspec.convert(await self._control(llm.collective_rpc(REPORT), what, within_s), list[str])
+        told = await self._control(llm.collective_rpc(REPORT), what, within_s)
+        reports = msgspec.convert(told, list[tuple[str, float | None]])
         await self._control(llm.finish_weight_update(), what, within_s)
         self._has_open_update = False
-        failures = [outcome for outcome in outcomes if outcome]
+        failures = [outcome for outcome, _ in reports if outcome]
         if failures:
-            told = [failure for failure in failures if OTHER_WORKER not in failure]
-            raise EngineError(f"vLLM refused {what}: {(told or failures)[0]}")
+            first = [failure for failure in failures if OTHER_WORKER not in failure]
+            raise EngineError(f"vLLM refused {what}: {(first or failures)[0]}")
+        self._probe_gap = next((gap for _, gap in reports if gap is not None), None)
 
     def child_pids(self) -> list[int]:
         return list(self._child_pids)

@@ -101,7 +101,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         return WorkerSeat()
 
     @cached_property
-    def _probe_check(self) -> ProbeCheck:
+    def probe_check(self) -> ProbeCheck:
         return ProbeCheck()
 
     @cached_property
@@ -150,7 +150,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             with self._together("match the probe"):
                 measure = partial(measure_logprobs, self.model, self.vllm_config)
                 dtype, step = self.model_config.dtype, manifest.version.step
-                self._probe_check.check(measure, dtype, manifest.probe, step)
+                self.probe_check.check(measure, dtype, manifest.probe, step)
 
     def shutdown(self) -> None:
         """Give up the seat: no other resource outlives an update."""
@@ -219,9 +219,10 @@ class LoadReporter:
 
     weight_transfer_engine: StagedWeightTransferEngine
 
-    def report_staged_load(self) -> str:
-        """Return what went wrong in the last load of this worker; empty if nothing did."""
-        return self.weight_transfer_engine.outcome
+    def report_staged_load(self) -> tuple[str, float | None]:
+        """Return why the last load of this worker failed, empty if it did not, and the gap of the probe."""
+        engine = self.weight_transfer_engine
+        return engine.outcome, engine.probe_check.gap
 
     def report_refused_modules(self) -> list[str]:
         """Return why loads into this worker's model would not be right, by module."""

@@ -23,6 +23,7 @@ from asyncrl.core.metrics import unknown_names
 from asyncrl.core.staleness import PolicyVersion
 from asyncrl.core.status.statuses import Statuses
 from tests.cli.test_audit import make_config
+from tests.statuses import statuses_of
 from tests.weight_sync.cluster import (
     Child,
     Cluster,
@@ -89,6 +90,22 @@ def check_metrics(cluster: Cluster) -> None:
     assert metrics["weights/published"] == 2.0 and metrics["weights/culprits"] >= 1.0
     assert metrics["weights/failed/digest"] >= 1.0 and metrics["weights/fenced"] <= 1.0
     assert metrics["weights/transfer_s"] > 0.0 and metrics["weights/bytes"] > 0.0
+
+
+def test_the_gap_of_each_replicas_probe_is_a_metric_and_of_a_large_fleet_the_largest_alone():
+    def metrics_of(gaps: list[float | None]) -> dict[str, float]:
+        replicas = {f"rollout.{index}": {"version": 1, "probe_gap": gap} for index, gap in enumerate(gaps)}
+        return {name: gap for name, gap in weights_metrics(statuses_of(replicas)).items() if "gap" in name}
+
+    assert metrics_of([None, None]) == {}
+    few = metrics_of([1e-6, None, 3e-6])
+    assert few == {
+        "weights/probe_gap/0": 1e-6,
+        "weights/probe_gap/2": 3e-6,
+        "weights/probe_gap_max": 3e-6,
+    }
+    assert unknown_names(few) == {}
+    assert metrics_of([1e-6] * 99 + [2e-6]) == {"weights/probe_gap_max": 2e-6}
 
 
 @pytest.fixture

@@ -83,7 +83,15 @@ def run_rows(model: Path, cluster: Cluster, tmp_path_factory: pytest.TempPathFac
 
 def watched_names() -> set[str]:
     """Return what the supervisor and an evaluation add."""
-    status = {"tokens": 1, "busy_s": 1.0, "idle_s": 1.0, "scored": 1, "version": 2, "last_swap_s": 0.1}
+    status = {
+        "tokens": 1,
+        "busy_s": 1.0,
+        "idle_s": 1.0,
+        "scored": 1,
+        "version": 2,
+        "last_swap_s": 0.1,
+        "probe_gap": 1e-6,
+    }
     status |= {"idle_by_cause": {"lease": 1.0}}
     status |= {"reward_parts": {"gsm8k": [1, 1.0]}, "reward_errors": {"raised": 1}}
     status |= {"overridden": {"temperature": 1}}

@@ -10,6 +10,7 @@ Shapes: R rows of L tokens each, T = R·L tokens, H or K heads, D head size, E h
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -44,13 +45,17 @@ _probe_check = ProbeCheck()
 def load_staged(
     _original: object, updater: WeightUpdater, *_args: object, **_options: object
 ) -> tuple[bool, str]:
-    """Stand in for `WeightUpdater.update_weights_from_disk`: return whether it is loaded, and why not."""
+    """Stand in for `WeightUpdater.update_weights_from_disk`.
+
+    Returns:
+        Whether it is loaded; why not, or the probe's gap in JSON.
+    """
     try:
         _receive(updater, read_request(Path(os.environ[LOAD_REQUEST])))
     except Exception as error:  # of any kind: see the module
         log.exception("a load failed")
         return False, f"{type(error).__name__}: {error}"
-    return True, ""
+    return True, json.dumps(_probe_check.gap)
 
 
 def _receive(updater: WeightUpdater, request: Load) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import json
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,7 @@ from rollout_service.engine.sglang.messages import (
     Generate,
     Generated,
     Load,
+    Loaded,
     Pause,
     Resume,
     Started,
@@ -109,8 +111,10 @@ class Serving:
         request = UpdateWeightFromDiskReqInput(
             model_path=self._model_path, weight_version=str(load.version), flush_cache=load.flushes_cache
         )
-        is_loaded, why, _ = await self._manager.update_weights_from_disk(request)
-        return Done(load.number) if is_loaded else Failed(load.number, why)
+        is_loaded, told, _ = await self._manager.update_weights_from_disk(request)
+        if not is_loaded:
+            return Failed(load.number, told)
+        return Loaded(load.number, json.loads(told.split()[0]))  # SGLang adds a sentence about the label
 
     async def _generate(self, ask: Generate) -> Answer:
         request = GenerateReqInput(

@@ -9,6 +9,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,8 @@ NORM = "model.norm.weight"
 DOOMED, HALF = 500, 12
 PROMPT = encode_prompt([3, 1, 4, 2])
 LONG, CROSSING = 900, 400
+NOISE = 2e-6
+"""Of two computations with the same weights, in nats per token."""
 """The load of this version fails at this one of its tensors."""
 
 
@@ -286,6 +289,23 @@ def test_the_label_moves_only_when_the_probe_matches(running: Running):
         running.fail_to_swap(staged, "the probe does not match")
     assert running.distance(running.peek(), loaded) < running.tolerance
     running.check_logprobs(generate_at(running, running.swap(9, has_probe=True)))
+
+
+def test_the_gap_of_the_last_probe_is_that_of_the_weights(running: Running):
+    served = running.swap(6, has_probe=True)
+    assert 0 <= running.engine.probe_gap < NOISE
+    off, probe = make_model(7), probe_of(make_model(7), 0.7)
+    with torch.no_grad():
+        off.model.norm.weight.mul_(1 + 5e-6)
+    theirs = zip(probe_of(off, 0.7).logprobs, probe.logprobs, strict=True)
+    gap = fmean(abs(mine - learners) for mine, learners in theirs)
+    assert gap > 5 * NOISE
+    with stage(off, PolicyVersion(served + 1, served), probe) as staged:
+        running.loop.call(running.engine.swap(staged))
+    running.models[served + 1] = off
+    assert running.engine.probe_gap == pytest.approx(gap, abs=NOISE)
+    running.swap(8)
+    assert running.engine.probe_gap > 4 * NOISE, "a version without a probe leaves the last one"
 
 
 def test_an_engine_checks_its_first_loads_and_then_one_in_so_many_steps(running: Running):
