@@ -4,11 +4,12 @@
 #   make lint         style, types, rooms, shape         make bench       measure
 #   make setup LIST=gpu   the CUDA packages instead of the CPU ones
 #   make setup LIST=sglang   beside the main environment: that of the SGLang engine's own processes
+#   make setup LIST=agents   likewise: agent harnesses, unmodified, that tests of the gateway start
 #   make lock             renew requirements/*.txt       (UPGRADE=--upgrade takes newer versions)
 
 BIN := .venv/bin
 LIST ?= cpu
-STAMP := .venv$(if $(filter sglang,$(LIST)),-sglang)/.set-up-$(LIST)
+STAMP := .venv$(if $(filter sglang agents,$(LIST)),-$(LIST))/.set-up-$(LIST)
 PACKAGES := asyncrl benchmarks configs learner research rollout_service weight_sync
 ARGS ?=
 WORKERS ?= 3

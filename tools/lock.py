@@ -28,7 +28,8 @@ def main(options: list[str]) -> None:
     environment = of_one_index(uv_environment(read_pip_settings(BIN / "python"), os.environ))
     for name in ("cpu", "gpu"):
         compile_list(name, options, environment)
-    compile_sglang(options, environment)
+    for name in ("sglang", "agents"):
+        compile_group(name, options, environment)
     compile_uv(options, environment)
 
 
@@ -48,12 +49,15 @@ def compile_list(name: str, options: list[str], environment: dict[str, str]) -> 
     target.write_text(HEADER.format(extras=f"extras train, {name}, dev") + target.read_text())
 
 
-def compile_sglang(options: list[str], environment: dict[str, str]) -> None:
-    """Renew `requirements/sglang.txt`, of an environment of its own: its pins clash with vLLM's."""
-    target = ROOT / "requirements" / "sglang.txt"
-    given = ["--group", "pyproject.toml:sglang", "--override", "requirements/overrides-sglang.txt"]
+def compile_group(name: str, options: list[str], environment: dict[str, str]) -> None:
+    """Renew the list of an environment of its own: its pins clash with vLLM's, or must not bind ours."""
+    target = ROOT / "requirements" / f"{name}.txt"
+    overrides = ROOT / "requirements" / f"overrides-{name}.txt"
+    given = ["--group", f"pyproject.toml:{name}"]
+    if overrides.exists():
+        given += ["--override", str(overrides)]
     run_compile([*given, "--output-file", str(target), *options], environment)
-    target.write_text(HEADER.format(extras="the group sglang") + target.read_text())
+    target.write_text(HEADER.format(extras=f"the group {name}") + target.read_text())
 
 
 def compile_uv(options: list[str], environment: dict[str, str]) -> None:

@@ -1,7 +1,8 @@
-"""Setup of an environment from a pinned list: `python3.11 tools/set_up.py [cpu|gpu|sglang]`.
+"""Setup of an environment from a pinned list: `python3.11 tools/set_up.py [cpu|gpu|sglang|agents]`.
 
 Standard library only. The lists `cpu` and `gpu` make `.venv`; `sglang`, whose pins clash with theirs, makes
-`.venv-sglang` beside it, for the SGLang engine's own processes. Every package comes from where the machine's
+`.venv-sglang` beside it, for the SGLang engine's own processes, and `agents` makes `.venv-agents`, for the
+harnesses that tests of the gateway start. Every package comes from where the machine's
 pip is configured to look, and is one of the files whose hashes are in the list, wherever it lies. Repeating
 it is cheap and changes nothing. The stamp `.set-up-<list>` in the environment is written last, so that a
 broken try is repeated.
@@ -24,7 +25,8 @@ from pathlib import Path
 from pip_settings import read_pip_settings, uv_environment
 
 ROOT = Path(__file__).resolve().parent.parent
-LISTS = {"cpu": ROOT / ".venv", "gpu": ROOT / ".venv", "sglang": ROOT / ".venv-sglang"}
+LISTS = {"cpu": ROOT / ".venv", "gpu": ROOT / ".venv"}
+LISTS |= {name: ROOT / f".venv-{name}" for name in ("sglang", "agents")}
 """Environment of each list; those of one environment exclude each other."""
 DEADLINE_S = 1800.0
 TORCH_IS_MISSING = (

@@ -1,12 +1,14 @@
-"""The gateway's routes: vLLM's own serving for models, chat and completions, and sessions around it.
+"""The gateway's routes: vLLM's own serving of models and of four APIs, and sessions around it.
 
     POST /sessions                {"wait_s": 5}               -> a prompt, a session key, a deadline
-    POST /v1/chat/completions, /v1/completions, GET /v1/models   as OpenAI's, with the session key
+    POST /v1/chat/completions, /v1/completions, /v1/responses    as OpenAI's, with the session key
+    GET  /v1/models                                              likewise
+    POST /v1/messages, /v1/messages/count_tokens                 as Anthropic's, likewise
     POST /reward                  {"reward": 1.0, "parts": {}}   closes the episode; {"error": "…"} the group
     GET  /health
 
-The last four also stand under `/sessions/<session key>`, for agents that know a `base_url` and no key.
-Owns what is read from strangers. Must never add a route of vLLM's besides those three: its development
+All but the first and the last also stand under `/sessions/<session key>`, for agents that know a `base_url`
+and no key. Owns what is read from strangers. Must never add a route of vLLM's besides those: its development
 routes change weights. Invariant: a body is read up to `MAX_BODY_BYTES` and within `BODY_DEADLINE_S`.
 """
 
@@ -15,25 +17,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from rollout_service.gateway.history import Asked, Step, asked_in_chat, asked_in_completion
 from rollout_service.gateway.keys import GatewayKey
-from rollout_service.gateway.refusal import EpisodeFailed, Refusal, error_body
-from rollout_service.gateway.rules import admit
+from rollout_service.gateway.refusal import EpisodeFailed, Refusal, as_message_error, error_body
 from rollout_service.gateway.server import admit_connection
 from rollout_service.gateway.sessions import Call, Session, SessionManager
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from rollout_service.gateway.serving.apis import Kind, Serving
 
 MAX_BODY_BYTES = 4 << 20
 BODY_DEADLINE_S = 10.0
@@ -42,60 +41,16 @@ MAX_WAIT_S = 60.0
 MAX_REASON_CHARS = 200
 RETRY_AFTER_S = 1
 SESSION = "/sessions/{key}"
-OVERRIDDEN = "x-asyncrl-overridden"
-"""The header that names the sampling parameters of a request that the run's values replaced."""
-ROUTES = "/v1/chat/completions, /v1/completions and /v1/models"
-RESPONSES_HINT = (
-    "Use chat completions; in OpenAI's Agents SDK: set_default_openai_api('chat_completions'), in LangChain: "
-    "use_responses_api=False"
-)
+MESSAGES = "/v1/messages"
+CALLS: Mapping[str, Kind] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+    "/v1/responses": "responses",
+    MESSAGES: "messages",
+}
+"""Paths of the calls that a model answers."""
 
 Body = dict[str, object]
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-class _Form(Protocol):
-    """vLLM's form of a request."""
-
-    session_id: str
-
-    @classmethod
-    def model_validate(cls, values: dict[str, object], /) -> Self: ...
-
-
-class Serving:
-    """vLLM's handlers of the two calls, which find their serving objects in `app.state`."""
-
-    def __init__(self, counters: Counter[str]) -> None:
-        from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.entrypoints.openai.completion.api_router import create_completion
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
-        self._counters = counters
-        self._calls: dict[str, tuple[type[_Form], Callable[[_Form, Request], Awaitable[Response | None]]]] = {
-            "chat": (ChatCompletionRequest, create_chat_completion),
-            "completion": (CompletionRequest, create_completion),
-        }
-
-    async def answer(
-        self, kind: str, body: Mapping[str, object], session: Session, raw_request: Request
-    ) -> Response | None:
-        """Return vLLM's answer; None if the client has gone."""
-        from vllm.entrypoints.serve import create_error_response
-
-        form, create = self._calls[kind]
-        try:
-            request = form.model_validate({**body, "model": None})
-            request.session_id = session.id
-            return await create(request, raw_request)
-        except Refusal:
-            raise
-        except Exception as error:  # vLLM's serving raises its own classes and others'; it sorts them itself
-            said = create_error_response(error)
-            self._counters["calls_refused"] += 1
-            log.info("a call of session %s was refused: %s", session.id, said.error.message)
-            return JSONResponse(said.model_dump(), status_code=said.error.code)
 
 
 class Held(Response):
@@ -143,11 +98,24 @@ class Routes:
         models = await request.app.state.openai_serving_models.show_available_models()
         return JSONResponse(models.model_dump())
 
-    async def chat(self, request: Request) -> Response:
-        return await self._call("chat", request, asked_in_chat)
+    async def count_tokens(self, request: Request) -> Response:
+        self._session(request)
+        body = await read_body(request)
+        return await self.serving.answer("count_tokens", body, None, request) or Response(status_code=499)
 
-    async def completion(self, request: Request) -> Response:
-        return await self._call("completion", request, asked_in_completion)
+    async def call(self, kind: Kind, request: Request) -> Response:
+        """Answer a call of a session's model."""
+        self._session(request)
+        body = await read_body(request)
+        call = self._session(request).begin()
+        is_answered = False
+        try:
+            response = await self.serving.answer(kind, body, call, request) or Response(status_code=499)
+            is_answered = True
+        finally:
+            if not is_answered:
+                call.end()
+        return Held(response, call)
 
     async def reward(self, request: Request) -> Response:
         self._session(request)
@@ -161,26 +129,6 @@ class Routes:
             raise Refusal("'reward' is missing", hint="Send a number, or 'error' with what went wrong")
         session.close(_number(body["reward"], "reward"), _parts(body.get("parts") or {}))
         return JSONResponse({"closed": True})
-
-    async def _call(self, kind: str, request: Request, read: Callable[[Body], Asked]) -> Response:
-        self._session(request)
-        body = await read_body(request)
-        session = self._session(request)
-        admitted = admit(body, self.manager.rules)
-        call = session.begin(read(body))
-        self.manager.overridden.update(admitted.overridden)
-        is_answered = False
-        try:
-            call.max_tokens = _max_tokens(body)
-            asked = _with_marker(admitted.body, call)
-            response = await self.serving.answer(kind, asked, session, request) or Response(status_code=499)
-            is_answered = True
-        finally:
-            if not is_answered:
-                call.end()
-        if admitted.overridden:
-            response.headers[OVERRIDDEN] = ", ".join(admitted.overridden)
-        return Held(response, call)
 
     async def _open_for(self, request: Request, wait_s: float) -> Session | None:
         """Return a new session; None, and nothing is held, if the client hung up while it waited."""
@@ -209,6 +157,7 @@ class Routes:
             "session": session.id,
             "key": session.key,
             "base_url": f"{self.url()}/sessions/{session.key}/v1",
+            "anthropic_base_url": f"{self.url()}/sessions/{session.key}",
             "ticket": group.grant.ticket,
             "sample": session.sample,
             "deadline_s": self.manager.remaining_s(session),
@@ -227,25 +176,36 @@ def build_app(routes: Routes) -> FastAPI:
     for prefix in ("", SESSION):
         app.add_api_route(f"{prefix}/reward", routes.reward, methods=["POST"])
         app.add_api_route(f"{prefix}/v1/models", routes.models, methods=["GET"])
-        app.add_api_route(f"{prefix}/v1/chat/completions", routes.chat, methods=["POST"])
-        app.add_api_route(f"{prefix}/v1/completions", routes.completion, methods=["POST"])
+        app.add_api_route(f"{prefix}{MESSAGES}/count_tokens", routes.count_tokens, methods=["POST"])
+        for path, kind in CALLS.items():
+            app.add_api_route(f"{prefix}{path}", _handler(routes, kind), methods=["POST"])
     app.add_exception_handler(Refusal, _refuse)
     app.add_exception_handler(404, _no_route)
     return app
 
 
+def _handler(routes: Routes, kind: Kind) -> Callable[[Request], Awaitable[Response]]:
+    """Return the handler of one API's calls; FastAPI reads the parameters of a handler as the request's."""
+
+    async def handle(request: Request) -> Response:
+        return await routes.call(kind, request)
+
+    return handle
+
+
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 503 else {}
-    return JSONResponse(error_body(str(error), error.status, error.code), error.status, headers)
+    body = error_body(str(error), error.status, error.code)
+    return JSONResponse(
+        as_message_error(body) if MESSAGES in request.url.path else body, error.status, headers
+    )
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     """Answer a path that is none of the routes; the path is not repeated, it may hold a session key."""
-    is_responses = "/v1/responses" in request.url.path
-    what = "the Responses API is not served here" if is_responses else "there is no such route"
-    hint = f"{RESPONSES_HINT} " if is_responses else ""
-    refusal = Refusal(f"{what}: the gateway has {ROUTES}", hint=hint.strip(), status=404, code="not_found")
+    routes = ", ".join((*CALLS, f"{MESSAGES}/count_tokens and /v1/models"))
+    refusal = Refusal(f"there is no such route: the gateway has {routes}", status=404, code="not_found")
     return await _refuse(request, refusal)
 
 
@@ -285,27 +245,10 @@ async def read_body(request: Request) -> Body:
     return body
 
 
-def _with_marker(body: Mapping[str, object], call: Call) -> Mapping[str, object]:
-    """Return the body with the call's marker in place of the answer that is recorded."""
-    if call.step is not Step.NEXT or call.asked.kind != "chat":
-        return body
-    assert call.session.before is not None
-    place = len(call.session.before.content)
-    told = body["messages"]
-    assert isinstance(told, list), "asked_in_chat looked"
-    messages = list(told)
-    messages[place] = {"role": "assistant", "content": call.marker}
-    return {**body, "messages": messages}
-
-
-def _max_tokens(body: Body) -> int | None:
-    value = body.get("max_completion_tokens") or body.get("max_tokens")
-    return value if type(value) is int and value > 0 else None
-
-
 def _bearer(request: Request) -> str:
+    """Return the key of a request; Anthropic's clients have a header of their own for it."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 def _number(value: object, name: str) -> float:

@@ -27,7 +27,7 @@ from rollout_service.engine.vllm.engine import VllmEngine
 from rollout_service.engine.vllm.features import ENGINE, Feature, check_features
 from rollout_service.engine.vllm.objects import ServingClient
 from rollout_service.gateway.keys import GatewayKey, read_key
-from rollout_service.gateway.rules import Rules
+from rollout_service.gateway.rules import Parsers, Rules
 from rollout_service.gateway.sessions import SessionManager
 
 if TYPE_CHECKING:
@@ -35,32 +35,57 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from rollout_service.data.prompts import PromptSet
-    from rollout_service.gateway.recorder import Meter, Recorder
+    from rollout_service.gateway.recorder import Meter
 
 log = logging.getLogger(__name__)
 
 OPENAI = "vllm.entrypoints.openai"
+ANTHROPIC = "vllm.entrypoints.anthropic"
+PARSED = ("online_renderer", "chat_template", "tool_parser", "reasoning_parser", "enable_auto_tools")
 NEEDED = (
-    Feature(f"{OPENAI}.chat_completion.api_router", "create_chat_completion", ("request", "raw_request")),
-    Feature(f"{OPENAI}.completion.api_router", "create_completion", ("request", "raw_request")),
-    Feature(f"{OPENAI}.chat_completion.serving", "OpenAIServingChat", ("online_renderer", "chat_template")),
+    *(
+        Feature(f"{module}.api_router", name, ("request", "raw_request"))
+        for module, name in (
+            (f"{OPENAI}.chat_completion", "create_chat_completion"),
+            (f"{OPENAI}.completion", "create_completion"),
+            (f"{OPENAI}.responses", "create_responses"),
+            (ANTHROPIC, "create_messages"),
+            (ANTHROPIC, "count_tokens"),
+        )
+    ),
+    *(
+        Feature(f"{module}.protocol", name)
+        for module, name in (
+            (f"{OPENAI}.chat_completion", "ChatCompletionRequest"),
+            (f"{OPENAI}.completion", "CompletionRequest"),
+            (f"{OPENAI}.responses", "ResponsesRequest"),
+            (ANTHROPIC, "AnthropicMessagesRequest"),
+            (ANTHROPIC, "AnthropicCountTokensRequest"),
+        )
+    ),
+    Feature(f"{OPENAI}.chat_completion.serving", "OpenAIServingChat", PARSED),
+    Feature(f"{OPENAI}.chat_completion.serving", "OpenAIServingChat.chat_completion_full_generator"),
+    Feature(f"{OPENAI}.chat_completion.serving", "OpenAIServingChat.chat_completion_stream_generator"),
     Feature(f"{OPENAI}.completion.serving", "OpenAIServingCompletion", ("online_renderer",)),
+    Feature(f"{OPENAI}.responses.serving", "OpenAIServingResponses", PARSED),
+    Feature(f"{OPENAI}.responses.serving", "OpenAIServingResponses.responses_full_generator"),
+    Feature(f"{OPENAI}.responses.serving", "OpenAIServingResponses.responses_stream_generator"),
+    Feature(f"{OPENAI}.responses.utils", "construct_input_messages", ("request_input",)),
+    Feature(f"{ANTHROPIC}.serving", "AnthropicServingMessages", PARSED),
+    Feature(f"{ANTHROPIC}.serving", "AnthropicServingMessages._get_disabled_thinking_effort"),
     Feature(f"{OPENAI}.models.serving", "OpenAIServingModels", ("engine_client", "base_model_paths")),
-    Feature("vllm.renderers.online_renderer", "OnlineRenderer", ("model_config", "renderer")),
-    Feature(f"{OPENAI}.chat_completion.protocol", "ChatCompletionRequest", ("session_id",)),
-    Feature(f"{OPENAI}.completion.protocol", "CompletionRequest", ("session_id",)),
+    Feature("vllm.renderers.online_renderer", "OnlineRenderer", ("model_config", "renderer", "tool_parser")),
+    Feature("vllm.renderers.online_renderer", "OnlineRenderer.preprocess_chat", ("messages", "tool_dicts")),
+    Feature("vllm.renderers.online_renderer", "OnlineRenderer.preprocess_completion", ("prompt_input",)),
     Feature("vllm.entrypoints.serve", "create_error_response"),
     Feature("vllm.exceptions", "GenerationError"),
     Feature("vllm.engine.protocol", "EngineClient", ("renderer", "input_processor", "model_config")),
-    Feature(ENGINE, "AsyncLLM.generate", ("session_id",)),
     Feature(ENGINE, "AsyncLLM.check_admission", ("n",)),
     Feature(ENGINE, "AsyncLLM.errored"),
     Feature(ENGINE, "AsyncLLM.dead_error"),
     Feature("vllm.outputs", "CompletionOutput", ("stop_reason",)),
 )
 LOOPBACK = "127.0.0.1"
-MODEL = "policy"
-"""Name of the model that clients read; they may ask for it by any."""
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 2.0
 WATCH_S = 0.5
@@ -81,11 +106,12 @@ class Llm(Protocol):
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """Address of the gateway, and the deadline of a group of sessions."""
+    """Address of the gateway, the deadline of a group of sessions, and who reads the answers."""
 
     host: str
     port: int
     deadline_s: float
+    parsers: Parsers
 
 
 class Gateway:
@@ -118,7 +144,7 @@ class Gateway:
         """Listen. `on_demand` is called when an agent waits for a group.
 
         Raises:
-            ConfigError: The port is taken.
+            ConfigError: The port is taken, or a parser is not vLLM's.
             EngineError: vLLM lacks what serving needs.
             ServiceFailed: The server did not come up.
         """
@@ -126,9 +152,11 @@ class Gateway:
 
         self.manager.on_demand = on_demand
         check_features(NEEDED)
+        app = self.build_app()
+        await app.state.anthropic_serving_messages._get_disabled_thinking_effort()  # else the first call asks
         listener = _listen(self._settings.host, self._settings.port)
         self.url = "http://{}:{}".format(*listener.getsockname()[:2])
-        self._server = server = make_server(self.build_app(), STOP_DEADLINE_S)
+        self._server = server = make_server(app, STOP_DEADLINE_S)
         self._serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with asyncio.timeout(START_DEADLINE_S):
@@ -162,19 +190,22 @@ class Gateway:
 
     def build_app(self) -> FastAPI:
         """Return the app with vLLM's serving objects, over the recorder."""
-        from rollout_service.gateway.app import Routes, Serving, build_app
+        from rollout_service.gateway.app import Routes, build_app
         from rollout_service.gateway.recorder import Recorder
+        from rollout_service.gateway.serving.apis import Serving
+        from rollout_service.gateway.serving.recorded import build_serving
 
+        parsers = self._settings.parsers
         recorder = Recorder(self._engine.client, self.manager, self._meter, self._engine.cache_salt)
         routes = Routes(
             self.manager,
-            Serving(self.manager.counters),
+            Serving(self.manager, parsers.tools is not None),
             self._key,
             lambda: self.url,
             lambda: not recorder.errored,
         )
         app = build_app(routes)
-        for name, handler in _build_serving(recorder).items():
+        for name, handler in build_serving(recorder, self.manager.rules, parsers).items():
             setattr(app.state, name, handler)
         return app
 
@@ -228,7 +259,8 @@ def build_gateway(
         return None
     assert isinstance(engine, VllmEngine), "find_conflicts refuses other engines"
     port = rollout.gateway.port and rollout.gateway.port + context.index
-    settings = GatewaySettings(host, port, rollout.gateway.session_deadline_s)
+    parsers = Parsers(rollout.gateway.tool_call_parser, rollout.gateway.reasoning_parser)
+    settings = GatewaySettings(host, port, rollout.gateway.session_deadline_s, parsers)
     rules = Rules(
         run_seed=context.config.run.seed,
         group_size=rollout.group_size,
@@ -253,22 +285,3 @@ def _listen(host: str, port: int) -> socket.socket:
             hint="Choose another rollout.gateway.port; replica n listens on the n-th port after it",
         ) from error
     return listener
-
-
-def _build_serving(client: Recorder) -> dict[str, object]:
-    """Return vLLM's serving objects by the names under which its handlers look for them."""
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-    from vllm.entrypoints.openai.models.protocol import BaseModelPath
-    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-    from vllm.renderers.online_renderer import OnlineRenderer
-
-    models = OpenAIServingModels(client, [BaseModelPath(name=MODEL, model_path=MODEL)])
-    template: dict[str, object] = {"chat_template": None, "chat_template_content_format": "auto"}
-    renderer = OnlineRenderer(client.model_config, client.renderer, request_logger=None, **template)
-    common: dict[str, object] = {"online_renderer": renderer, "request_logger": None}
-    return {
-        "openai_serving_models": models,
-        "openai_serving_chat": OpenAIServingChat(client, models, "assistant", **common, **template),
-        "openai_serving_completion": OpenAIServingCompletion(client, models, **common),
-    }

@@ -1,9 +1,9 @@
 """Relation of a call to the one before it in its session: first, repeated, or next turn (pure).
 
-A chat client sends the whole conversation again, as text. Owns the comparison of that text with the recorded
-conversation: the recorded tokens stand for the text only where the text is the recorded one.
-Invariant: a call whose earlier part differs from the recorded conversation in anything is never taken for
-the next turn.
+A chat client sends the whole conversation again, as messages. Owns the comparison of those messages with the
+recorded conversation: the recorded tokens stand for a message only where it is the recorded one.
+Invariant: a call whose earlier part differs from the recorded conversation in anything but reasoning that was
+left out is never taken for the next turn.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Literal
 from rollout_service.gateway.refusal import Refusal
 
 HISTORY_CHANGED = "history_changed"
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "tool_reference"})
+"""Types of the parts of a message that are text; all others are images, audio and files."""
 
 
 class Step(Enum):
@@ -28,47 +30,75 @@ class Step(Enum):
 
 
 @dataclass(frozen=True)
+class Message:
+    """A message of a chat in comparable form.
+
+    Attributes:
+        said: Role, content, tool calls and names as a JSON text.
+        reasoning: Reasoning of an answer, which most clients leave out when they send it back.
+    """
+
+    said: str
+    reasoning: str = ""
+
+    def stands_for(self, recorded: Message) -> bool:
+        """Tell whether this is the recorded message, with its reasoning or without it."""
+        return self.said == recorded.said and self.reasoning in ("", recorded.reasoning)
+
+
+@dataclass(frozen=True)
 class Asked:
     """Input of a call to the model, in comparable form.
 
     Attributes:
         kind: A chat's messages, a text, or token ids.
-        content: The messages as JSON texts, or the text alone.
         frame: Other inputs of the prompt: tools and the arguments of the template.
     """
 
     kind: Literal["chat", "text", "ids"]
-    content: tuple[str, ...] = ()
+    messages: tuple[Message, ...] = ()
+    text: str = ""
     frame: str = ""
     ids: tuple[int, ...] = ()
 
 
-def asked_in_chat(body: Mapping[str, object]) -> Asked:
-    """Return what a chat request asks. Raises Refusal if it has no messages."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise Refusal("'messages' must be a list of messages, and not empty")
-    frame = {name: body.get(name) for name in ("tools", "chat_template_kwargs")}
-    return Asked("chat", tuple(_comparable(m) for m in messages), _json(frame))
+@dataclass(frozen=True)
+class Reply:
+    """The recorded answer as its client got it: its text, and the messages that it is in a chat.
+
+    In the Responses API an answer without text and calls is no message at all.
+    """
+
+    text: str = ""
+    messages: tuple[Message, ...] = ()
 
 
-def asked_in_completion(body: Mapping[str, object]) -> Asked:
-    """Return what a completion request asks. Raises Refusal if that is not one prompt."""
-    prompt = body.get("prompt")
+def asked_in_chat(messages: Sequence[Mapping[str, object]], frame: Mapping[str, object]) -> Asked:
+    """Return what a chat asks. Raises Refusal if a message holds anything but text."""
+    return Asked("chat", tuple(comparable(message) for message in messages), frame=_json(frame))
+
+
+def asked_in_completion(prompt: object) -> Asked:
+    """Return what a completion asks. Raises Refusal if that is not one prompt."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
-        return Asked("text", (prompt,))
+        return Asked("text", text=prompt)
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return Asked("ids", ids=tuple(prompt))
     raise Refusal("'prompt' must be one text or one list of token ids, and not empty")
 
 
-def follow(before: Asked | None, reply: str, ids: Sequence[int], asked: Asked) -> Step:
+def reply_in_text(text: str) -> Reply:
+    """Return an answer that was not parsed."""
+    return Reply(text, (comparable({"role": "assistant", "content": text}),))
+
+
+def follow(before: Asked | None, reply: Reply, ids: Sequence[int], asked: Asked) -> Step:
     """Return how `asked` follows the call `before` it.
 
     Args:
-        reply: The text that the client got.
+        reply: The answer that the client got.
         ids: All token ids up to the end of that answer.
 
     Raises:
@@ -88,27 +118,56 @@ def follow(before: Asked | None, reply: str, ids: Sequence[int], asked: Asked) -
     )
 
 
-def _extends(before: Asked, reply: str, ids: Sequence[int], asked: Asked) -> bool:
-    old, new = before.content, asked.content
+def _extends(before: Asked, reply: Reply, ids: Sequence[int], asked: Asked) -> bool:
     if asked.kind == "ids":
         return asked.ids[: len(ids)] == tuple(ids)
     if asked.kind == "text":
-        return new[0].startswith(old[0] + reply)
-    answer = _comparable({"role": "assistant", "content": reply})
-    return new[: len(old)] == old and new[len(old) : len(old) + 1] == (answer,)
+        return asked.text.startswith(before.text + reply.text)
+    recorded = before.messages + reply.messages
+    earlier = asked.messages[: len(recorded)]
+    is_complete = len(earlier) == len(recorded)
+    return is_complete and all(map(Message.stands_for, earlier, recorded))
 
 
-def _comparable(message: Mapping[str, object]) -> str:
-    """Return a message as a text; what clients add to an answer that says nothing is left out."""
+def comparable(message: Mapping[str, object]) -> Message:
+    """Return a message in comparable form; what clients add to an answer that says nothing is left out.
+
+    Raises:
+        Refusal: It holds an image, or something else that is not text.
+    """
     content = message.get("content")
     if isinstance(content, list):
-        found = [part.get("text") if isinstance(part, dict) else part for part in content]
-        texts = [text for text in found if isinstance(text, str)]
-        content = "".join(texts) if len(texts) == len(found) else content
-    named = ("tool_calls", "function_call", "tool_call_id", "name", "reasoning", "reasoning_content")
-    said = {name: message[name] for name in named if message.get(name)}
-    return _json({"role": message.get("role"), "content": content or "", **said})
+        content = "".join(_text_of(part) for part in content)
+    said = {name: message[name] for name in ("function_call", "tool_call_id", "name") if message.get(name)}
+    calls = message.get("tool_calls")
+    if isinstance(calls, list) and calls:
+        said["tool_calls"] = [_comparable_call(call) for call in calls]
+    text = _json({"role": message.get("role"), "content": content or "", **said})
+    return Message(text, str(message.get("reasoning") or message.get("reasoning_content") or ""))
+
+
+def _text_of(part: object) -> str:
+    if not isinstance(part, dict):
+        return str(part)
+    kind = part.get("type", "text")
+    if kind not in TEXT_PARTS:
+        what = f"a part of a message is of type {kind!r:.40}: images, audio and files are not served"
+        raise Refusal(what, hint="Send text", code="not_text")
+    return str(part.get("text") or part.get("refusal") or part.get("thinking") or part.get("name") or "")
+
+
+def _comparable_call(call: object) -> object:
+    """Return a tool call by id, name and arguments: these as a value, clients space them differently."""
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            pass  # a call that was cut: its text is compared
+    return [call.get("id"), function.get("name"), arguments]
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, sort_keys=True)
+    return json.dumps(value, sort_keys=True, default=str)

@@ -1,18 +1,18 @@
 """vLLM's engine as its serving classes see it: each answer is recorded on its way to the client.
 
-Owns the step between a rendered prompt and the engine: recorded tokens take the place of the text that
-stands for them, parameters become the run's, and what the engine sampled is kept with its log-probs and
-versions. Must never offer more of the engine than serving needs: no pause, no weights, no other calls.
+Owns the step between a prompt and the engine: parameters become the run's, and what the engine sampled is
+kept with its log-probs and versions.
+Must never offer more of the engine than serving needs: no pause, no weights, no other calls.
 Invariant: what a session records is what the engine was given and what it sampled, token by token.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Protocol, TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
 from asyncrl.core.staleness import Span
 from rollout_service.engine.protocol import EngineDied
@@ -23,7 +23,6 @@ from rollout_service.engine.vllm.objects import (
     ServingClient,
     TokenPrompt,
 )
-from rollout_service.gateway.history import Step
 from rollout_service.gateway.refusal import Refusal
 from rollout_service.gateway.rules import sampling_params
 from rollout_service.gateway.sessions import Call, SessionManager
@@ -31,10 +30,11 @@ from rollout_service.gateway.transcript import Turn
 
 
 class RenderedPrompt(TypedDict):
-    """Prompt that vLLM makes of a request: the text that a template gave, and its ids."""
+    """Prompt that vLLM makes of a request: the text that a template gave, and its ids; and whose it is."""
 
-    prompt: str
+    prompt: NotRequired[str]
     prompt_token_ids: list[int]
+    call: NotRequired[Call]
 
 
 class Meter(Protocol):
@@ -95,27 +95,24 @@ class Recorder:
         self._llm.check_admission(n)
 
     def generate(
-        self,
-        prompt: RenderedPrompt,
-        asked: AskedSampling,
-        request_id: str,
-        *,
-        session_id: str | None = None,
-        **_: object,
+        self, prompt: RenderedPrompt, asked: AskedSampling, request_id: str, **_: object
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Return the outputs of the call that session `session_id` has in flight.
+        """Return the outputs of the call that the prompt was rendered for (`RecordedRenderer`).
 
         What else a client may bring along (priorities, ranks, adapters) goes no further.
 
         Raises:
-            Refusal: Before anything is generated: the session has ended, or the prompt has no room.
+            Refusal: The prompt is that of no call: vLLM renders this model's chats without a template.
         """
-        call = self._manager.call_of(session_id)
-        prompt_ids = self._prompt_ids(call, prompt)
-        params = self._params(call, prompt_ids, asked)
+        call = prompt.get("call")
+        if call is None:
+            raise Refusal("chats with this model are not made by a template", hint="Use completions")
+        session, rules = call.session, self._manager.rules
+        seed = session.seed(rules.run_seed, call.step)
+        params = sampling_params(asked, rules, seed, min(asked.max_tokens or call.room, call.room))
         self._serial += 1
-        call.request_id = f"{call.session.id}.{len(call.session.transcript.answers)}.{self._serial}"
-        return self._outputs(call, prompt_ids, params)
+        call.request_id = f"{session.id}.{len(session.transcript.answers)}.{self._serial}"
+        return self._outputs(call, tuple(prompt["prompt_token_ids"]), params)
 
     async def _outputs(
         self, call: Call, prompt_ids: tuple[int, ...], params: object
@@ -159,60 +156,3 @@ class Recorder:
         answers = (tuple(answer.token_ids), tuple(answer.logprobs))
         stop = last.stop_reason if isinstance(last.stop_reason, str) else ""
         call.session.record(call, Turn(prompt_ids, *answers, spans, last.finish_reason, answer.text, stop))
-
-    # What the engine is given
-
-    def _prompt_ids(self, call: Call, prompt: RenderedPrompt) -> tuple[int, ...]:
-        """Return the ids of the call's prompt, those of earlier turns as they were sampled."""
-        transcript = call.session.transcript
-        if call.step is Step.FIRST:
-            return tuple(prompt["prompt_token_ids"])
-        if call.step is Step.AGAIN:
-            return transcript.last_prompt
-        if call.asked.kind == "ids":
-            return call.asked.ids
-        before = transcript.ids
-        return before + self._observe(self._new_text(call, prompt), before[-1])
-
-    def _new_text(self, call: Call, prompt: RenderedPrompt) -> str:
-        """Return what follows the recorded answer in the rendered prompt."""
-        if call.asked.kind == "text":
-            assert call.session.before is not None
-            transcript = call.session.transcript
-            new_text = call.asked.content[0].removeprefix(
-                call.session.before.content[0] + transcript.last_text
-            )
-            return new_text.removeprefix(transcript.last_stop)  # sampled: the recorded ids hold it
-        parts = prompt["prompt"].split(call.marker)
-        if len(parts) != 2:
-            raise Refusal(
-                f"the chat template shows an answer {len(parts) - 1} times in the next prompt, not once",
-                hint="Use completions with this model, or another template",
-                code="template",
-            )
-        return parts[1]
-
-    def _observe(self, text: str, last_id: int) -> tuple[int, ...]:
-        """Return the ids of new text; the end of the answer is left out where the model sampled it itself."""
-        tokenizer = self.renderer.tokenizer
-        if last_id in tokenizer.all_special_ids:
-            text = text.removeprefix(tokenizer.decode([last_id]))
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _params(self, call: Call, prompt_ids: Sequence[int], asked: AskedSampling) -> object:
-        rules, transcript = self._manager.rules, call.session.transcript
-        num_first = len(transcript.first_prompt if transcript.answers else prompt_ids)
-        if num_first > rules.max_prompt_tokens:
-            raise Refusal(
-                f"the prompt has {num_first} tokens, over data.max_prompt_tokens ({rules.max_prompt_tokens})",
-                code="context_length_exceeded",
-            )
-        room = rules.max_tokens - (len(prompt_ids) - num_first)
-        if room < 1 or not prompt_ids:
-            raise Refusal(
-                f"the session has no room left: {rules.max_tokens} tokens after its first prompt",
-                hint="Post its reward, or raise rollout.max_tokens",
-                code="context_length_exceeded",
-            )
-        seed = call.session.seed(rules.run_seed, call.step)
-        return sampling_params(asked, rules, seed, min(call.max_tokens or room, room))

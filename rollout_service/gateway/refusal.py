@@ -40,3 +40,8 @@ class NobodyCame(AsyncrlError, RuntimeError):
 def error_body(message: str, status: int, code: str) -> dict[str, object]:
     """Return the body that OpenAI's clients read an error from."""
     return {"error": {"message": message, "type": code, "code": status, "param": None}}
+
+
+def as_message_error(body: dict[str, object]) -> dict[str, object]:
+    """Return an error's body as Anthropic's clients read it."""
+    return {"type": "error", **body}

@@ -1,24 +1,31 @@
-"""Rules of the gateway: which fields of a request are taken, replaced by the run's, or refused.
+"""Rules of the gateway: which fields of a request have an effect, and which the run's own values replace.
 
-Training needs answers drawn with the run's temperature alone, with a seed and a log-prob for each token.
-A parameter that only says how tokens are drawn is replaced; one that the agent's own code depends on (the
-form of the answer, or which tokens are possible) is refused. Invariant: the sampling parameters that reach
-the engine are made here, field by field.
+Training needs answers drawn with the run's temperature alone, with a seed and a log-prob for each token. A
+field that vLLM's own server takes is never refused for that: where it would change how tokens are drawn, or
+which are possible, it is replaced, counted and named to the client; `strict` refuses it. Invariant: the
+sampling parameters that reach the engine are made here, field by field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from rollout_service.engine.vllm.objects import AskedSampling
 from rollout_service.gateway.refusal import Refusal
+from rollout_service.gateway.transcript import Transcript
 
 FREE = frozenset(
     {
-        "model", "messages", "prompt", "max_tokens", "max_completion_tokens", "stop", "stop_token_ids",
-        "stream", "stream_options", "logprobs", "top_logprobs", "return_token_ids", "chat_template_kwargs",
-        "tools", "tool_choice", "user", "metadata", "store", "parallel_tool_calls", "service_tier",
+        "model", "messages", "prompt", "input", "system", "instructions",
+        "max_tokens", "max_completion_tokens", "max_output_tokens",
+        "stop", "stop_token_ids", "stop_sequences", "stream", "stream_options", "logprobs", "top_logprobs",
+        "return_token_ids", "return_prompt_text",
+        "tools", "parallel_tool_calls", "max_tool_calls", "chat_template", "chat_template_kwargs",
+        "documents", "reasoning", "reasoning_effort", "include_reasoning", "thinking", "include",
+        "continue_final_message", "add_generation_prompt", "add_special_tokens",
+        "user", "metadata", "store", "background", "previous_response_id", "service_tier",
+        "prompt_cache_key",
     }
 )  # fmt: skip
 """Fields that change nothing about how tokens are drawn."""
@@ -31,27 +38,20 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "include_reasoning": (True,),
     "response_format": ({"type": "text"},),
+    "text": ({"format": {"type": "text"}},),
+    "truncation": ("disabled",),
+    "tool_choice": ("auto", "none", {"type": "auto"}, {"type": "none"}),
     "temperature": (),
     "seed": (),
 }
 """Values that mean the same as leaving the field out. Of other fields those are nothing, 0 and False."""
-SAMPLING = frozenset(
-    {
-        "temperature", "seed", "top_p", "n", "best_of", "top_k", "min_p", "presence_penalty",
-        "frequency_penalty", "repetition_penalty",
-    }
-)  # fmt: skip
-"""Fields that only say how tokens are drawn, and how often: the run's values stand in for them."""
-FREE_TOOL_CHOICES = (None, "auto", "none")
 WHY = {
     "temperature": "every answer is sampled at the run's temperature, {temperature:g}",
     "seed": "seeds follow from the run, the ticket and the turn",
     "n": "a session is one trajectory: open another one for another answer",
     "best_of": "a session is one trajectory: open another one for another answer",
-    "tool_choice": "tool calls are not parsed here: send 'auto' or 'none', and read the call from the text",
+    "tool_choice": "a call that the model is made to write is none that it chose",
 }
 OTHERWISE = "answers are sampled with the run's temperature alone, or their log-probs could not be trained on"
 
@@ -77,52 +77,60 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Admitted:
-    """A request that passed the rules.
+class Parsers:
+    """Names of vLLM's parsers of answers, None for none: of tool calls and of reasoning."""
 
-    Attributes:
-        body: Body for vLLM: the request without the replaced parameters.
-        overridden: Names of the replaced parameters, sorted.
-    """
-
-    body: Mapping[str, object]
-    overridden: tuple[str, ...] = ()
+    tools: str | None = None
+    reasoning: str | None = None
 
 
-def admit(body: Mapping[str, object], rules: Rules) -> Admitted:
-    """Return the request as vLLM gets it, and which sampling parameters the run's values replace.
+def find_replaced(body: Mapping[str, object], known: Set[str], rules: Rules) -> tuple[str, ...]:
+    """Return which of the request's fields the run's values replace, sorted.
 
-    vLLM parses no tool calls for the gateway, so a free `tool_choice` becomes `none`, with which vLLM still
-    hands the tools to the chat template.
+    Args:
+        known: Fields of the API; vLLM ignores others.
 
     Raises:
-        Refusal: Names the first field that cannot be taken, and why.
+        Refusal: The gateway is strict. Names the first such field, and why.
     """
-    overridden = set()
-    for name, value in body.items():
-        if name in FREE or _says_nothing(name, value, rules):
-            continue
-        if name not in SAMPLING or rules.is_strict:
-            why = WHY.get(name, OTHERWISE).format(temperature=rules.temperature)
-            raise Refusal(f"'{name}' cannot be {value!r:.60}: {why}", code="not_trainable")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise Refusal(f"'{name}' must be a number, not {value!r:.60}")
-        overridden.add(name)
-    if body.get("tool_choice") not in FREE_TOOL_CHOICES:
-        what = f"'tool_choice' cannot be {body['tool_choice']!r:.60}: {WHY['tool_choice']}"
+    replaced = sorted(
+        name
+        for name, value in body.items()
+        if name in known and name not in FREE and not _says_nothing(name, value, rules)
+    )
+    if replaced and rules.is_strict:
+        why = WHY.get(replaced[0], OTHERWISE).format(temperature=rules.temperature)
+        what = f"'{replaced[0]}' cannot be {body[replaced[0]]!r:.60}: {why}"
         raise Refusal(what, code="not_trainable")
-    kept = {name: value for name, value in body.items() if name not in {*overridden, "tool_choice"}}
-    if kept.get("tools"):
-        kept["tool_choice"] = "none"
-    return Admitted(kept, tuple(sorted(overridden)))
+    return tuple(replaced)
 
 
 def _says_nothing(name: str, value: object, rules: Rules) -> bool:
     if value is None or (name == "temperature" and value == rules.temperature):
         return True
+    if name == "output_config" and isinstance(value, dict):
+        return not value.get("format")
     if name in NEUTRAL:
         return value in NEUTRAL[name]
     return not value
+
+
+def room_of(rules: Rules, transcript: Transcript, prompt_ids: tuple[int, ...]) -> int:
+    """Return how many tokens an answer to `prompt_ids` may have. Raises Refusal if it is none."""
+    num_first = len(transcript.first_prompt if transcript.answers else prompt_ids)
+    if num_first > rules.max_prompt_tokens:
+        raise Refusal(
+            f"the prompt has {num_first} tokens, over data.max_prompt_tokens ({rules.max_prompt_tokens})",
+            code="context_length_exceeded",
+        )
+    room = rules.max_tokens - (len(prompt_ids) - num_first)
+    if room < 1 or not prompt_ids:
+        raise Refusal(
+            f"the session has no room left: {rules.max_tokens} tokens after its first prompt",
+            hint="Post its reward, or raise rollout.max_tokens",
+            code="context_length_exceeded",
+        )
+    return room
 
 
 def sampling_params(asked: AskedSampling, rules: Rules, seed: int, max_tokens: int) -> object:
@@ -138,5 +146,6 @@ def sampling_params(asked: AskedSampling, rules: Rules, seed: int, max_tokens: i
         stop=list(asked.stop or ()),
         stop_token_ids=list(asked.stop_token_ids or ()),
         logprobs=max(asked.logprobs or 0, 0),
+        skip_special_tokens=asked.skip_special_tokens,  # parsers look for some
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
     )

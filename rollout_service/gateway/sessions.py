@@ -14,7 +14,7 @@ import asyncio
 import math
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.core.errors import AsyncrlError, WireError
 from asyncrl.core.experience import Group, Trajectory, check_reward
 from asyncrl.core.status.replica import GatewayStatus
-from rollout_service.gateway.history import Asked, Step, follow
+from rollout_service.gateway.history import Asked, Reply, Step, comparable, follow, reply_in_text
 from rollout_service.gateway.keys import lookup_of, make_marker, make_session_key
 from rollout_service.gateway.refusal import EpisodeFailed, NobodyCame, Refusal
 from rollout_service.gateway.rules import Rules
@@ -48,17 +48,41 @@ class Call:
     """One request in flight.
 
     Attributes:
-        max_tokens: Of the answer, if the client named a number.
+        asked: Input of the model, once vLLM has read the request (`ask`).
+        room: Most tokens that the answer may have.
         marker: Stands in the rendered chat for the answer that is recorded.
         request_id: The engine's, once it has the request.
+        refusal: Why the call was refused, for the time that vLLM's handlers pass an error on as their own.
     """
 
     session: Session
-    asked: Asked
-    step: Step
-    max_tokens: int | None = None
+    asked: Asked | None = None
+    step: Step = Step.FIRST
+    room: int = 0
     marker: str = field(default_factory=make_marker)
     request_id: str = ""
+    refusal: Refusal | None = None
+
+    def ask(self, asked: Asked) -> None:
+        """Take the input of the call.
+
+        Raises:
+            Refusal: It does not go on from what the session recorded. That ends the group: what this agent
+                says to its model is not what was recorded.
+        """
+        session = self.session
+        try:
+            self.step = follow(session.before, session.reply, session.transcript.ids, asked)
+        except Refusal as error:
+            session.group.fail(EpisodeFailed(f"{error.code}: session {session.id}: {error.message}"))
+            raise
+        self.asked = asked
+
+    def answered(self, messages: Iterable[Mapping[str, object]]) -> None:
+        """Keep the messages that the client gets as the answer; it sends them back with its next call."""
+        if self.session.call is self:
+            said = tuple(comparable(message) for message in messages)
+            self.session.reply = replace(self.session.reply, messages=said)
 
     def end(self) -> None:
         """Let the session take the next call."""
@@ -75,6 +99,7 @@ class Session:
         self.sample = sample
         self.transcript = Transcript()
         self.before: Asked | None = None
+        self.reply = Reply()
         self.call: Call | None = None
         self.reward: float | None = None
         self.parts: Mapping[str, float] = {}
@@ -84,23 +109,17 @@ class Session:
         grant = self.group.grant
         return f"{grant.ticket}.{grant.attempt}.{self.sample}"
 
-    def begin(self, asked: Asked) -> Call:
-        """Return the call that asks `asked`; `end` it in any case.
+    def begin(self) -> Call:
+        """Return a call; `end` it in any case.
 
         Raises:
-            Refusal: Another call is in flight, the reward was given, or the history changed. The last one
-                ends the group: what this agent says to its model is not what was recorded.
+            Refusal: Another call is in flight, or the reward was given.
         """
         if self.reward is not None:
             raise Refusal("this session is closed: its reward was given", status=410, code="session_closed")
         if self.call is not None:
             raise Refusal("a call of this session is in flight", status=409, code="call_in_flight")
-        try:
-            step = follow(self.before, self.transcript.last_text, self.transcript.ids, asked)
-        except Refusal as error:
-            self.group.fail(EpisodeFailed(f"{error.code}: session {self.id}: {error.message}"))
-            raise
-        self.call = Call(self, asked, step)
+        self.call = Call(self)
         return self.call
 
     def seed(self, run_seed: int, step: Step) -> int:
@@ -117,7 +136,7 @@ class Session:
             self.transcript.replace_last(turn)
         else:
             self.transcript.add(turn)
-        self.before = call.asked
+        self.before, self.reply = call.asked, reply_in_text(turn.text)
 
     def close(self, reward: float, parts: Mapping[str, float]) -> None:
         """End the episode with its reward; saying the same twice is no error.
@@ -240,7 +259,6 @@ class SessionManager:
         self._abort = abort
         self._groups: dict[tuple[int, int], OpenGroup] = {}
         self._sessions: dict[bytes, Session] = {}
-        self._by_id: dict[str, Session] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()
         self._waiting: deque[asyncio.Future[Session]] = deque()
         self._closed_for = ""
@@ -291,7 +309,7 @@ class SessionManager:
         if group.outcome.done():
             return  # its end ends the session
         group.sessions.remove(session)
-        del self._sessions[lookup_of(session.key)], self._by_id[session.id]
+        del self._sessions[lookup_of(session.key)]
         self.counters["sessions_taken_back"] += 1
         self._serve_waiting(group)
 
@@ -304,13 +322,6 @@ class SessionManager:
         if lookup in self._ended:
             raise Refusal(f"this session has ended: {self._ended[lookup]}", status=410, code="session_closed")
         raise Refusal("the session key is missing or wrong", status=401, code="unauthorized")
-
-    def call_of(self, session_id: str | None) -> Call:
-        """Return the call in flight of the session with this id."""
-        session = self._by_id.get(session_id or "")
-        if session is None or session.call is None:
-            raise Refusal("this session has ended", status=410, code="session_closed")
-        return session.call
 
     def why_ended(self, session: Session) -> str:
         """Return the reason that the key of an ended session answers with."""
@@ -404,7 +415,7 @@ class SessionManager:
                 waiter.set_result(self._enter(group.open()))
 
     def _enter(self, session: Session) -> Session:
-        self._sessions[lookup_of(session.key)] = self._by_id[session.id] = session
+        self._sessions[lookup_of(session.key)] = session
         self.counters["sessions"] += 1
         return session
 
@@ -420,7 +431,7 @@ class SessionManager:
         in_flight = []
         for session in group.sessions:
             lookup = lookup_of(session.key)
-            del self._sessions[lookup], self._by_id[session.id]
+            del self._sessions[lookup]
             self._ended[lookup] = ending
             if session.call is not None and session.call.request_id:
                 in_flight.append(session.call.request_id)

@@ -28,7 +28,7 @@ class Turn:
         logprobs: Of the answer's tokens.
         spans: Version that sampled each range of the answer's tokens.
         finish_reason: `stop` or `length`.
-        text: The answer as the client got it.
+        text: The answer, before it is parsed.
         stop: The stop string that ended it, which is among its ids and not in its text.
     """
 
@@ -50,7 +50,6 @@ class Answer:
     logprobs: tuple[float, ...]
     spans: tuple[Span, ...]
     finish_reason: str
-    text: str
     stop: str
 
 
@@ -83,11 +82,6 @@ class Transcript:
         return tuple(self._ids[: self.answers[-1].start])
 
     @property
-    def last_text(self) -> str:
-        """The last answer as the client got it; empty before the first."""
-        return self.answers[-1].text if self.answers else ""
-
-    @property
     def last_stop(self) -> str:
         """The stop string that ended the last answer, empty if none did."""
         return self.answers[-1].stop if self.answers else ""
@@ -99,8 +93,7 @@ class Transcript:
         assert len(turn.answer_ids) == len(turn.logprobs)
         self._ids += turn.prompt_ids[num_before:] + turn.answer_ids
         start, end = len(turn.prompt_ids), len(self._ids)
-        ending = (turn.finish_reason, turn.text, turn.stop)
-        self.answers.append(Answer(start, end, turn.logprobs, turn.spans, *ending))
+        self.answers.append(Answer(start, end, turn.logprobs, turn.spans, turn.finish_reason, turn.stop))
 
     def replace_last(self, turn: Turn) -> None:
         """Record another answer to the last prompt: the client asked again."""

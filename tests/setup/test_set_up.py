@@ -127,7 +127,7 @@ def test_make_makes_the_environment_that_the_list_is_for(name):
     """SGLang's pins clash with vLLM's: in one environment the later list would break the other engine."""
     command = ["make", "--dry-run", "--always-make", "--print-data-base", "setup", f"LIST={name}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    folder = ".venv-sglang" if name == "sglang" else ".venv"
+    folder = f".venv-{name}" if name in ("sglang", "agents") else ".venv"
     assert set_up.LISTS[name].name == folder
     assert f"\nsetup: {folder}/.set-up-{name}\n" in done.stdout
 

@@ -66,6 +66,8 @@ class AskedSampling(Protocol):
     stop: Iterable[str] | None
     stop_token_ids: Iterable[int] | None
     logprobs: int | None
+    max_tokens: int | None
+    skip_special_tokens: bool
 
 
 class ServingClient(Protocol):

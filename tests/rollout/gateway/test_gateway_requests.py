@@ -1,4 +1,4 @@
-"""Fields of an agent's request: used, replaced by the run's and counted, or refused."""
+"""Fields of an agent's request: used, ignored as vLLM does, or replaced by the run's and counted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from asyncrl.control.rows.metering import Meter
 from asyncrl.core.config.tree import Config
@@ -15,85 +19,76 @@ from rollout_service.data.prompts import PromptSet
 from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from rollout_service.gateway.gateway import build_gateway
 from rollout_service.gateway.refusal import Refusal
-from rollout_service.gateway.rules import Rules, admit
+from rollout_service.gateway.rules import Rules, find_replaced
 from tests.statuses import statuses_of
 
 RULES = Rules(run_seed=0, group_size=2, temperature=0.7, max_tokens=20, max_prompt_tokens=10)
 STRICT = replace(RULES, is_strict=True)
 HELLO = {"role": "user", "content": "hello"}
-DIFFERENT = [
-    {"temperature": 0.2},
-    {"temperature": 0},
-    {"top_p": 0.9},
-    {"top_p": 0},
-    {"top_k": 5},
-    {"min_p": 0.1},
-    {"n": 2},
-    {"n": 0},
-    {"best_of": 2},
-    {"presence_penalty": 0.1},
-    {"frequency_penalty": -0.1},
-    {"repetition_penalty": 1.1},
-    {"seed": 0},
+KNOWN = {
+    "chat": frozenset(ChatCompletionRequest.model_fields),
+    "completion": frozenset(CompletionRequest.model_fields),
+    "responses": frozenset(ResponsesRequest.model_fields),
+    "messages": frozenset(AnthropicMessagesRequest.model_fields),
+}
+NAMED = {"type": "function", "function": {"name": "search"}}
+REPLACED = [
+    ("chat", {"temperature": 0.2}),
+    ("chat", {"temperature": 0}),
+    ("chat", {"top_p": 0.9}),
+    ("chat", {"top_p": 0}),
+    ("chat", {"top_k": 5}),
+    ("chat", {"min_p": 0.1}),
+    ("chat", {"n": 2}),
+    ("chat", {"n": 0}),
+    ("chat", {"presence_penalty": 0.1}),
+    ("chat", {"frequency_penalty": -0.1}),
+    ("chat", {"repetition_penalty": 1.1}),
+    ("chat", {"seed": 0}),
+    ("chat", {"logit_bias": {"5": 1}}),
+    ("chat", {"response_format": {"type": "json_object"}}),
+    ("chat", {"structured_outputs": {"regex": "a"}}),
+    ("chat", {"min_tokens": 3}),
+    ("chat", {"ignore_eos": True}),
+    ("chat", {"skip_special_tokens": False}),
+    ("chat", {"use_beam_search": True}),
+    ("chat", {"echo": True}),
+    ("chat", {"prompt_logprobs": 1}),
+    ("chat", {"kv_transfer_params": {"prompt_token_ids": [1]}}),
+    ("chat", {"vllm_xargs": {"a": 1}}),
+    ("chat", {"session_id": "5.1.0"}),
+    ("chat", {"tool_choice": "required"}),
+    ("chat", {"tool_choice": NAMED}),
+    ("completion", {"suffix": "end"}),
+    ("completion", {"prompt_embeds": "AAAA"}),
+    ("responses", {"text": {"format": {"type": "json_schema"}}}),
+    ("responses", {"truncation": "auto"}),
+    ("messages", {"output_config": {"format": {"type": "json_schema", "schema": {}}}}),
+    ("messages", {"tool_choice": {"type": "any"}}),
 ]
-REFUSED = [
-    {"logit_bias": {"5": 1}},
-    {"response_format": {"type": "json_object"}},
-    {"structured_outputs": {"regex": "a"}},
-    {"min_tokens": 3},
-    {"ignore_eos": True},
-    {"skip_special_tokens": False},
-    {"use_beam_search": True},
-    {"echo": True},
-    {"prompt_logprobs": 1},
-    {"continue_final_message": True},
-    {"add_generation_prompt": False},
-    {"kv_transfer_params": {"prompt_token_ids": [1]}},
-    {"vllm_xargs": {"a": 1}},
-    {"unknown_field": 1},
-    {"tool_choice": "required"},
-    {"tool_choice": {"type": "function", "function": {"name": "search"}}},
+TAKEN = [
+    ("chat", {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "n": 1, "presence_penalty": 0, "seed": None}),
+    ("chat", {"stop": ["."], "stream": True, "logprobs": True, "top_logprobs": 2, "max_tokens": 5}),
+    ("chat", {"logit_bias": {}, "response_format": {"type": "text"}, "tool_choice": "auto", "user": "me"}),
+    ("chat", {"continue_final_message": True, "add_generation_prompt": False, "reasoning_effort": "low"}),
+    ("chat", {"a_field_that_vllm_does_not_know": 1, "best_of": 2}),
+    ("responses", {"text": {"format": {"type": "text"}}, "truncation": "disabled", "store": True}),
+    ("messages", {"output_config": {"effort": "low"}, "tool_choice": {"type": "none"}, "system": "s"}),
 ]
 
 
-@pytest.mark.parametrize("field", DIFFERENT)
-def test_a_sampling_parameter_that_differs_from_the_runs_is_replaced_and_named(field: dict[str, Any]):
-    body = {"messages": [HELLO], "max_tokens": 5}
-    admitted = admit({**body, **field}, RULES)
-    assert (admitted.body, admitted.overridden) == (body, tuple(field))
-
-
-@pytest.mark.parametrize(
-    ("field", "rules"),
-    [*((field, RULES) for field in REFUSED), *((field, STRICT) for field in DIFFERENT + REFUSED)],
-)
-def test_an_untrainable_field_is_refused_by_name(field: dict[str, Any], rules: Rules):
+@pytest.mark.parametrize(("api", "field"), REPLACED)
+def test_a_field_that_would_change_what_is_sampled_is_replaced_and_named(api: str, field: dict[str, Any]):
+    assert find_replaced({"max_tokens": 5, **field}, KNOWN[api], RULES) == tuple(field)
     with pytest.raises(Refusal, match=f"'{next(iter(field))}' cannot be") as refused:
-        admit({"messages": [HELLO], **field}, rules)
+        find_replaced({"max_tokens": 5, **field}, KNOWN[api], STRICT)
     assert (refused.value.status, refused.value.code) == (400, "not_trainable")
 
 
-@pytest.mark.parametrize("field", [{"temperature": "hot"}, {"top_k": True}, {"seed": [1]}])
-def test_a_sampling_parameter_that_is_no_number_is_refused(field: dict[str, Any]):
-    with pytest.raises(Refusal, match="must be a number"):
-        admit({"messages": [HELLO], **field}, RULES)
-
-
 @pytest.mark.parametrize("rules", [RULES, STRICT])
-def test_default_values_and_harmless_fields_pass(rules: Rules):
-    neutral = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "n": 1, "presence_penalty": 0, "seed": None}
-    free = {"stop": ["."], "stream": True, "logprobs": True, "top_logprobs": 2, "max_tokens": 5, "user": "me"}
-    body = {"messages": [HELLO], **neutral, **free, "logit_bias": {}, "response_format": {"type": "text"}}
-    admitted = admit(body, rules)
-    assert (admitted.body, admitted.overridden) == (body, ())
-
-
-@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
-def test_tools_go_to_the_template_and_no_tool_call_is_parsed(choice: dict[str, str]):
-    tools = [{"type": "function", "function": {"name": "search"}}]
-    admitted = admit({"messages": [HELLO], "tools": tools, **choice}, STRICT)
-    assert admitted.body == {"messages": [HELLO], "tools": tools, "tool_choice": "none"}
-    assert admit({"messages": [HELLO], **choice}, STRICT).body == {"messages": [HELLO]}
+@pytest.mark.parametrize(("api", "fields"), TAKEN)
+def test_default_values_and_harmless_fields_are_taken(api: str, fields: dict[str, Any], rules: Rules):
+    assert find_replaced({"messages": [HELLO], **fields}, KNOWN[api], rules) == ()
 
 
 @pytest.mark.parametrize("is_strict", [False, True])

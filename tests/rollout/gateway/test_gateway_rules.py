@@ -24,16 +24,25 @@ from rollout_service.engine.protocol import EngineDied
 from rollout_service.gateway import sessions
 from rollout_service.gateway.app import Routes, build_app
 from rollout_service.gateway.gateway import Gateway, GatewaySettings
-from rollout_service.gateway.history import Asked, Step, asked_in_chat, asked_in_completion, follow
+from rollout_service.gateway.history import (
+    Asked,
+    Reply,
+    Step,
+    asked_in_chat,
+    asked_in_completion,
+    follow,
+    reply_in_text,
+)
 from rollout_service.gateway.keys import VARIABLE, GatewayKey, read_key
 from rollout_service.gateway.refusal import EpisodeFailed, NobodyCame, Refusal
-from rollout_service.gateway.rules import Rules
+from rollout_service.gateway.rules import Parsers, Rules
 from rollout_service.gateway.sessions import Session, SessionManager
 from rollout_service.gateway.transcript import Transcript, Turn, common_prompt
 
 RULES = Rules(run_seed=0, group_size=2, temperature=0.7, max_tokens=20, max_prompt_tokens=10)
 HELLO = {"role": "user", "content": "hello"}
 MORE = {"role": "user", "content": "more"}
+HI = reply_in_text("hi")
 
 
 def answer(text: str, **more: Any) -> dict[str, Any]:
@@ -41,7 +50,7 @@ def answer(text: str, **more: Any) -> dict[str, Any]:
 
 
 def chat(*messages: dict[str, Any], **more: Any) -> Asked:
-    return asked_in_chat({"messages": list(messages), **more})
+    return asked_in_chat(messages, more)
 
 
 def turn(prompt: tuple[int, ...], ids: tuple[int, ...], version: int = 1, end: str = "stop") -> Turn:
@@ -52,19 +61,19 @@ def turn(prompt: tuple[int, ...], ids: tuple[int, ...], version: int = 1, end: s
 
 
 def test_the_first_call_follows_nothing():
-    assert follow(None, "", (), chat(HELLO)) is Step.FIRST
+    assert follow(None, Reply(), (), chat(HELLO)) is Step.FIRST
 
 
 def test_a_conversation_that_goes_on_from_the_recorded_answer_is_the_next_turn():
     before = chat(HELLO)
     added = answer("hi", refusal=None, tool_calls=[], function_call=None, annotations=[])
-    assert follow(before, "hi", (), chat(HELLO, added, MORE)) is Step.NEXT
+    assert follow(before, HI, (), chat(HELLO, added, MORE)) is Step.NEXT
     in_parts = answer("", content=[{"type": "text", "text": "hi"}])
-    assert follow(before, "hi", (), chat(HELLO, in_parts, MORE)) is Step.NEXT
+    assert follow(before, HI, (), chat(HELLO, in_parts, MORE)) is Step.NEXT
 
 
 def test_the_same_call_again_is_a_repetition():
-    assert follow(chat(HELLO), "hi", (), chat(HELLO)) is Step.AGAIN
+    assert follow(chat(HELLO), HI, (), chat(HELLO)) is Step.AGAIN
 
 
 @pytest.mark.parametrize(
@@ -78,29 +87,29 @@ def test_the_same_call_again_is_a_repetition():
         chat({"role": "system", "content": "s"}, HELLO, answer("hi"), MORE),
         chat(HELLO, answer("hi"), MORE, tools=[{"type": "function"}]),
         chat(HELLO, answer("hi"), MORE, chat_template_kwargs={"enable_thinking": False}),
-        Asked("text", ("hello",)),
+        Asked("text", text="hello"),
     ],
 )
 def test_a_conversation_with_another_past_is_refused(asked: Asked):
     with pytest.raises(Refusal) as refused:
-        follow(chat(HELLO), "hi", (), asked)
+        follow(chat(HELLO), HI, (), asked)
     assert refused.value.code == "history_changed"
 
 
 def test_a_completion_goes_on_where_its_text_or_its_ids_do():
-    text = asked_in_completion({"prompt": ["ab"]})
-    assert follow(text, "cd", (), Asked("text", ("abcd ef",))) is Step.NEXT
-    ids = asked_in_completion({"prompt": [1, 2]})
-    assert follow(ids, "cd", (1, 2, 3), Asked("ids", ids=(1, 2, 3, 4))) is Step.NEXT
-    for before, changed in ((text, Asked("text", ("abce",))), (ids, Asked("ids", ids=(1, 2, 4)))):
+    text = asked_in_completion(["ab"])
+    assert follow(text, Reply("cd"), (), Asked("text", text="abcd ef")) is Step.NEXT
+    ids = asked_in_completion([1, 2])
+    assert follow(ids, Reply("cd"), (1, 2, 3), Asked("ids", ids=(1, 2, 3, 4))) is Step.NEXT
+    for before, changed in ((text, Asked("text", text="abce")), (ids, Asked("ids", ids=(1, 2, 4)))):
         with pytest.raises(Refusal, match="not the one that this session recorded"):
-            follow(before, "cd", (1, 2, 3), changed)
+            follow(before, Reply("cd"), (1, 2, 3), changed)
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], ["a", "b"], [[1], [2]], [1, "a"], [True]])
 def test_a_completion_has_one_prompt(prompt: Any):
     with pytest.raises(Refusal, match="'prompt' must be"):
-        asked_in_completion({"prompt": prompt})
+        asked_in_completion(prompt)
 
 
 # What is recorded
@@ -217,7 +226,8 @@ GRANT = LeaseGrant(ticket=5, attempt=1, source=0, pass_number=0, index=0, seed=0
 
 
 def speak(session: Session, prompt: tuple[int, ...] = (1, 2), ids: tuple[int, ...] = (3,)) -> None:
-    call = session.begin(chat(HELLO))
+    call = session.begin()
+    call.ask(chat(HELLO))
     session.record(call, turn(prompt, ids))
     call.end()
 
@@ -251,7 +261,7 @@ def test_a_group_is_complete_when_its_last_sibling_has_its_reward():
         with pytest.raises(Refusal, match="another reward"):
             first.close(0.5, {})
         with pytest.raises(Refusal, match="reward was given"):
-            first.begin(chat(HELLO))
+            first.begin()
         assert not group.done()
         second.close(0.0, {})
         found = await group
@@ -266,7 +276,7 @@ def test_a_group_is_complete_when_its_last_sibling_has_its_reward():
 
 def test_missing_siblings_end_the_group_at_its_deadline_and_what_is_in_flight():
     async def script(manager: SessionManager, first: Session, group: Any) -> None:
-        call = first.begin(chat(HELLO))
+        call = first.begin()
         call.request_id = "in-flight"
         with pytest.raises(EpisodeFailed, match=r"siblings_missing: 0 of 2 .* 1 were opened"):
             await group
@@ -281,7 +291,7 @@ def test_a_changed_history_ends_the_group_at_once():
     async def script(manager: SessionManager, first: Session, group: Any) -> None:
         speak(first)
         with pytest.raises(Refusal, match="not the one"):
-            first.begin(chat(MORE))
+            first.begin().ask(chat(MORE))
         with pytest.raises(EpisodeFailed, match=r"history_changed: session 5\.1\.0"):
             await group
 
@@ -292,8 +302,8 @@ def test_a_session_has_one_call_at_a_time_and_no_reward_without_an_answer():
     async def script(manager: SessionManager, first: Session, group: Any) -> None:
         with pytest.raises(Refusal, match="no answer"):
             first.close(1.0, {})
-        call = first.begin(chat(HELLO))
-        for attempt in (lambda: first.begin(chat(HELLO)), lambda: first.close(1.0, {})):
+        call = first.begin()
+        for attempt in (lambda: first.begin(), lambda: first.close(1.0, {})):
             with pytest.raises(Refusal, match="in flight") as refused:
                 attempt()
             assert refused.value.status == 409
@@ -310,7 +320,7 @@ def test_a_session_has_one_call_at_a_time_and_no_reward_without_an_answer():
 
 def test_an_answer_that_comes_after_its_client_left_is_not_recorded():
     async def script(manager: SessionManager, first: Session, group: Any) -> None:
-        call = first.begin(chat(HELLO))
+        call = first.begin()
         call.end()
         first.record(call, turn((1,), (2,)))
         assert not first.transcript.answers
@@ -549,20 +559,22 @@ def test_an_agent_that_hangs_up_while_it_waits_gets_no_session(has_group: bool):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("path", "told"),
-    [
-        ("/v1/responses", "chat_completions"),
-        ("/sessions/a-key/v1/responses", "Responses API is not served here"),
-        ("/v1/embeddings", "the gateway has /v1/chat/completions"),
-    ],
-)
-def test_a_path_that_is_not_served_is_answered_with_those_that_are(path: str, told: str):
+def test_a_path_that_is_not_served_is_answered_with_those_that_are():
     async def script(manager: SessionManager, post: Any) -> None:
-        answer = await post(path, "{}")
-        error = answer.json()["error"]
-        assert (answer.status_code, error["type"]) == (404, "not_found")
-        assert told in error["message"] and "a-key" not in error["message"]
+        for path in ("/v1/embeddings", "/sessions/a-key/v1/embeddings"):
+            answer = await post(path, "{}")
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (404, "not_found")
+            assert "the gateway has /v1/chat/completions" in error["message"]
+            assert "a-key" not in error["message"]
+
+    visit(script)
+
+
+def test_an_anthropic_client_reads_its_own_form_of_error():
+    async def script(manager: SessionManager, post: Any) -> None:
+        refused = (await post("/v1/messages", "{}", "wrong")).json()
+        assert (refused["type"], refused["error"]["type"]) == ("error", "unauthorized")
 
     visit(script)
 
@@ -573,7 +585,7 @@ def test_an_engine_that_died_between_calls_is_noticed():
 
     async def run() -> None:
         manager, _ = make_desk()
-        settings = GatewaySettings("127.0.0.1", 0, 20.0)
+        settings = GatewaySettings("127.0.0.1", 0, 20.0, Parsers())
         gateway = Gateway(settings, RULES, GatewayKey(""), manager._prompts, engine, meter=engine)
         watching = asyncio.create_task(gateway.watch())
         await asyncio.sleep(0)

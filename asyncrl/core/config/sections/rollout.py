@@ -24,6 +24,10 @@ class GatewaySection(Section):
     """[s] Time after the lease until a group without all rewards is given up."""
     strict: bool = False
     """Whether a sampling parameter that differs from the run's is refused; else the run's replaces it."""
+    tool_call_parser: Text | None = None
+    """vLLM's parser of tool calls in answers, by its name. For example: hermes"""
+    reasoning_parser: Text | None = None
+    """vLLM's parser of reasoning in answers, by its name. For example: qwen3"""
 
 
 def as_environment(value: object) -> object:
