@@ -23,9 +23,18 @@ def max_group_bytes(config: Config) -> int:
     """Return the bytes of the largest group that a replica may push, as `encode_group` makes it."""
     rollout = config.rollout
     per_token = 4 + 1 + 4  # id, mask, log-prob
-    spans = 32 * min(_MAX_SPANS, rollout.max_tokens)
-    trajectory = rollout.max_tokens * per_token + spans + 64
-    return rollout.group_size * trajectory + 4 * config.data.max_prompt_tokens + 1024
+    num_tokens = _most_answer_tokens(config)
+    trajectory = num_tokens * per_token + 32 * min(_MAX_SPANS, num_tokens) + 64
+    num_rows = rollout.group_size * (rollout.gateway.max_branches if rollout.gateway is not None else 1)
+    return num_rows * trajectory + 4 * config.data.max_prompt_tokens + 1024
+
+
+def _most_answer_tokens(config: Config) -> int:
+    """Return the tokens of the longest trajectory after its group's prompt: the prompts of an agent's
+    conversations may have little in common, and what they have not counts as observed.
+    """
+    has_agents = config.rollout.gateway is not None
+    return config.rollout.max_tokens + has_agents * config.data.max_prompt_tokens
 
 
 def ledger_settings(config: Config) -> LedgerSettings:
@@ -61,7 +70,7 @@ def group_bounds(config: Config) -> GroupBounds:
     models = (config.model.path, config.critic.path)
     return GroupBounds(
         prompt_tokens=config.data.max_prompt_tokens,
-        answer_tokens=rollout.max_tokens,
+        answer_tokens=_most_answer_tokens(config),
         turns=rollout.max_tokens if rollout.environment is None else rollout.environment.max_turns,
         vocab_size=min(read_vocab_size(Path(path)) or UNTOLD for path in models if path is not None),
     )

@@ -26,10 +26,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from rollout_service.gateway.conversation.session import Call, Session
 from rollout_service.gateway.keys import GatewayKey
 from rollout_service.gateway.refusal import EpisodeFailed, Refusal, as_message_error, error_body
 from rollout_service.gateway.server import admit_connection
-from rollout_service.gateway.sessions import Call, Session, SessionManager
+from rollout_service.gateway.sessions import SessionManager
 
 if TYPE_CHECKING:
     from rollout_service.gateway.serving.apis import Kind, Serving

@@ -267,6 +267,7 @@ def build_gateway(
         temperature=rollout.temperature,
         max_tokens=rollout.max_tokens,
         max_prompt_tokens=context.config.data.max_prompt_tokens,
+        max_branches=rollout.gateway.max_branches,
         masks_cut=rollout.truncated == "mask",
         is_strict=rollout.gateway.strict,
     )

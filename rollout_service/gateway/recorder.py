@@ -23,10 +23,11 @@ from rollout_service.engine.vllm.objects import (
     ServingClient,
     TokenPrompt,
 )
+from rollout_service.gateway.conversation.session import Call
+from rollout_service.gateway.conversation.transcript import Turn
 from rollout_service.gateway.refusal import Refusal
 from rollout_service.gateway.rules import sampling_params
-from rollout_service.gateway.sessions import Call, SessionManager
-from rollout_service.gateway.transcript import Turn
+from rollout_service.gateway.sessions import SessionManager
 
 
 class RenderedPrompt(TypedDict):
@@ -107,11 +108,11 @@ class Recorder:
         call = prompt.get("call")
         if call is None:
             raise Refusal("chats with this model are not made by a template", hint="Use completions")
-        session, rules = call.session, self._manager.rules
-        seed = session.seed(rules.run_seed, call.step)
+        rules, branch = self._manager.rules, call.branch
+        seed = call.seed(rules.run_seed)
         params = sampling_params(asked, rules, seed, min(asked.max_tokens or call.room, call.room))
         self._serial += 1
-        call.request_id = f"{session.id}.{len(session.transcript.answers)}.{self._serial}"
+        call.request_id = f"{call.session.id}.{branch.number}.{len(branch.told)}.{self._serial}"
         return self._outputs(call, tuple(prompt["prompt_token_ids"]), params)
 
     async def _outputs(
@@ -155,4 +156,4 @@ class Recorder:
         spans = tuple(Span(int(span.version), span.start, span.end) for span in last.weight_versions)
         answers = (tuple(answer.token_ids), tuple(answer.logprobs))
         stop = last.stop_reason if isinstance(last.stop_reason, str) else ""
-        call.session.record(call, Turn(prompt_ids, *answers, spans, last.finish_reason, answer.text, stop))
+        call.record(Turn(prompt_ids, *answers, spans, last.finish_reason, answer.text, stop))

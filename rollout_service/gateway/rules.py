@@ -12,8 +12,8 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from rollout_service.engine.vllm.objects import AskedSampling
+from rollout_service.gateway.conversation.transcript import Transcript
 from rollout_service.gateway.refusal import Refusal
-from rollout_service.gateway.transcript import Transcript
 
 FREE = frozenset(
     {
@@ -63,6 +63,7 @@ class Rules:
     Attributes:
         max_tokens: Most tokens of a trajectory after its prompt, all turns and observations together.
         max_prompt_tokens: Most tokens of a session's first prompt.
+        max_branches: Most trajectories of a session.
         masks_cut: A trajectory whose last answer was cut at the limit is not trained.
         is_strict: A sampling parameter that differs from the run's is refused, not replaced.
     """
@@ -72,6 +73,7 @@ class Rules:
     temperature: float
     max_tokens: int
     max_prompt_tokens: int
+    max_branches: int = 1
     masks_cut: bool = False
     is_strict: bool = False
 

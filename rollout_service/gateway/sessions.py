@@ -14,22 +14,21 @@ import asyncio
 import math
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseGrant
-from asyncrl.core.errors import AsyncrlError, WireError
-from asyncrl.core.experience import Group, Trajectory, check_reward
+from asyncrl.core.errors import AsyncrlError
+from asyncrl.core.experience import Group, Trajectory
 from asyncrl.core.status.replica import GatewayStatus
-from rollout_service.gateway.history import Asked, Reply, Step, comparable, follow, reply_in_text
-from rollout_service.gateway.keys import lookup_of, make_marker, make_session_key
+from rollout_service.gateway.conversation.session import Session
+from rollout_service.gateway.conversation.transcript import common_prompt
+from rollout_service.gateway.keys import lookup_of, make_session_key
 from rollout_service.gateway.refusal import EpisodeFailed, NobodyCame, Refusal
 from rollout_service.gateway.rules import Rules
-from rollout_service.gateway.transcript import Transcript, Turn, common_prompt
 
 if TYPE_CHECKING:
     from rollout_service.data.prompts import PromptSet, TokenizedPrompt
@@ -41,124 +40,6 @@ UNOPENED_S = 10.0
 """Time that a group waits for its first session: its client may have gone, or asks again at once."""
 DRAINING = "draining: this replica is about to stop"
 LOST = "its group is no longer this replica's"
-
-
-@dataclass(eq=False)
-class Call:
-    """One request in flight.
-
-    Attributes:
-        asked: Input of the model, once vLLM has read the request (`ask`).
-        room: Most tokens that the answer may have.
-        marker: Stands in the rendered chat for the answer that is recorded.
-        request_id: The engine's, once it has the request.
-        refusal: Why the call was refused, for the time that vLLM's handlers pass an error on as their own.
-    """
-
-    session: Session
-    asked: Asked | None = None
-    step: Step = Step.FIRST
-    room: int = 0
-    marker: str = field(default_factory=make_marker)
-    request_id: str = ""
-    refusal: Refusal | None = None
-
-    def ask(self, asked: Asked) -> None:
-        """Take the input of the call.
-
-        Raises:
-            Refusal: It does not go on from what the session recorded. That ends the group: what this agent
-                says to its model is not what was recorded.
-        """
-        session = self.session
-        try:
-            self.step = follow(session.before, session.reply, session.transcript.ids, asked)
-        except Refusal as error:
-            session.group.fail(EpisodeFailed(f"{error.code}: session {session.id}: {error.message}"))
-            raise
-        self.asked = asked
-
-    def answered(self, messages: Iterable[Mapping[str, object]]) -> None:
-        """Keep the messages that the client gets as the answer; it sends them back with its next call."""
-        if self.session.call is self:
-            said = tuple(comparable(message) for message in messages)
-            self.session.reply = replace(self.session.reply, messages=said)
-
-    def end(self) -> None:
-        """Let the session take the next call."""
-        if self.session.call is self:
-            self.session.call = None
-
-
-class Session:
-    """Session that one key opens. `deadline` is on the event loop's clock."""
-
-    def __init__(self, key: str, group: OpenGroup, sample: int) -> None:
-        self.key = key
-        self.group = group
-        self.sample = sample
-        self.transcript = Transcript()
-        self.before: Asked | None = None
-        self.reply = Reply()
-        self.call: Call | None = None
-        self.reward: float | None = None
-        self.parts: Mapping[str, float] = {}
-
-    @property
-    def id(self) -> str:
-        grant = self.group.grant
-        return f"{grant.ticket}.{grant.attempt}.{self.sample}"
-
-    def begin(self) -> Call:
-        """Return a call; `end` it in any case.
-
-        Raises:
-            Refusal: Another call is in flight, or the reward was given.
-        """
-        if self.reward is not None:
-            raise Refusal("this session is closed: its reward was given", status=410, code="session_closed")
-        if self.call is not None:
-            raise Refusal("a call of this session is in flight", status=409, code="call_in_flight")
-        self.call = Call(self)
-        return self.call
-
-    def seed(self, run_seed: int, step: Step) -> int:
-        """Return the seed of a call: asked again, a turn has the seed that it had."""
-        turn = len(self.transcript.answers) - (step is Step.AGAIN)
-        seed = sample_seed(run_seed, self.group.grant.ticket, self.sample)
-        return seed if not turn else sample_seed(seed, self.group.grant.ticket, turn)
-
-    def record(self, call: Call, turn: Turn) -> None:
-        """Keep a call that ran to its end."""
-        if self.call is not call:
-            return  # its client has gone, and may have asked again
-        if call.step is Step.AGAIN:
-            self.transcript.replace_last(turn)
-        else:
-            self.transcript.add(turn)
-        self.before, self.reply = call.asked, reply_in_text(turn.text)
-
-    def close(self, reward: float, parts: Mapping[str, float]) -> None:
-        """End the episode with its reward; saying the same twice is no error.
-
-        Raises:
-            Refusal: A call is in flight, there is no answer to reward, another reward was given, the group
-                has ended, or could not be pushed with this reward.
-        """
-        if self.group.outcome.done() and not self.group.is_whole:
-            raise Refusal("this session's group has ended", status=410, code="session_closed")
-        if self.call is not None:
-            raise Refusal("a call of this session is in flight", status=409, code="call_in_flight")
-        if not self.transcript.answers:
-            raise Refusal("this session has no answer that a reward could be for", code="no_answer")
-        if self.reward is not None and (self.reward, dict(self.parts)) != (reward, dict(parts)):
-            raise Refusal("this session has another reward", status=409, code="session_closed")
-        try:
-            check_reward(reward, parts, self.group.part_names)
-        except WireError as error:
-            raise Refusal(error.message) from None
-        self.reward, self.parts = reward, parts
-        self.group.check_complete()
 
 
 class OpenGroup:
@@ -190,10 +71,14 @@ class OpenGroup:
         """Names of all parts of the rewards so far."""
         return {name for session in self.sessions for name in session.parts}
 
-    def open(self) -> Session:
+    @property
+    def has_failed(self) -> bool:
+        return self.outcome.done() and not self.is_whole
+
+    def open(self, max_branches: int) -> Session:
         """Return a session for the first sample that nobody has; `sessions` are in the samples' order."""
         free = set(range(self.size)) - {session.sample for session in self.sessions}
-        session = Session(make_session_key(), self, min(free))
+        session = Session(make_session_key(), self, min(free), max_branches)
         self.sessions.insert(session.sample, session)
         return session
 
@@ -208,31 +93,28 @@ class OpenGroup:
             self.outcome.set_result(None)
 
     def assemble(self, rules: Rules) -> Group:
-        """Return the group: its prompt is what the first prompts of all sessions begin with.
+        """Return the group: its prompt is what the first prompts of all conversations begin with.
 
         Raises:
-            EpisodeFailed: The prompts have nothing in common, or too much after what they have.
+            EpisodeFailed: The prompts have nothing in common.
         """
-        first_prompts = [session.transcript.first_prompt for session in self.sessions]
+        transcripts = [branch.transcript for session in self.sessions for branch in session.branches]
+        first_prompts = [transcript.first_prompt for transcript in transcripts]
         num_common = common_prompt(first_prompts)
         if not num_common:
             raise EpisodeFailed("prompts_differ: the first prompts of the siblings begin differently")
-        trajectories = tuple(self._trajectories(num_common, rules.masks_cut))
-        longest = max(trajectory.num_tokens for trajectory in trajectories)
-        if longest > rules.max_tokens:
-            raise EpisodeFailed(
-                f"prompts_differ: after the {num_common} tokens that the siblings' prompts share, a "
-                f"trajectory has {longest}, over rollout.max_tokens ({rules.max_tokens})"
-            )
+        episodes = [session.trajectories(num_common) for session in self.sessions]
+        trajectories = tuple(_masked(one, rules.masks_cut) for episode in episodes for one in episode)
+        samples = tuple(sample for sample, episode in enumerate(episodes) for _ in episode)
         prompt_ids = np.asarray(first_prompts[0][:num_common], dtype=np.int32)
-        return Group(self.grant.ticket, self.grant.attempt, prompt_ids, trajectories)
+        forked = samples if len(samples) > self.size else ()
+        return Group(self.grant.ticket, self.grant.attempt, prompt_ids, trajectories, forked=forked)
 
-    def _trajectories(self, num_common: int, masks_cut: bool) -> Iterator[Trajectory]:
-        for session in self.sessions:
-            trajectory = session.transcript.trajectory(num_common, session.reward or 0.0, session.parts)
-            is_masked = masks_cut and trajectory.finish_reason == "length"
-            mask = np.zeros_like(trajectory.loss_mask) if is_masked else trajectory.loss_mask
-            yield replace(trajectory, loss_mask=mask)
+
+def _masked(trajectory: Trajectory, masks_cut: bool) -> Trajectory:
+    if not (masks_cut and trajectory.finish_reason == "length"):
+        return trajectory
+    return replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
 
 
 class SessionManager:
@@ -282,7 +164,7 @@ class SessionManager:
             raise Refusal(self._closed_for, status=503, code="draining")
         group = next((group for group in self._groups.values() if group.num_left), None)
         if group is not None:
-            return self._enter(group.open())
+            return self._enter(group.open(self.rules.max_branches))
         if len(self._waiting) >= MAX_WAITING:
             raise Refusal("too many agents wait for a session", status=503, code="no_session")
         waiter: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
@@ -305,8 +187,8 @@ class SessionManager:
 
     def take_back(self, session: Session) -> None:
         """Free the sample of a session whose agent had gone before it got the key."""
-        group = session.group
-        if group.outcome.done():
+        group = self._groups.get(session.group.grant.key)
+        if group is None or group.outcome.done():
             return  # its end ends the session
         group.sessions.remove(session)
         del self._sessions[lookup_of(session.key)]
@@ -412,7 +294,7 @@ class SessionManager:
         while group.num_left and self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.done():
-                waiter.set_result(self._enter(group.open()))
+                waiter.set_result(self._enter(group.open(self.rules.max_branches)))
 
     def _enter(self, session: Session) -> Session:
         self._sessions[lookup_of(session.key)] = session
@@ -428,13 +310,12 @@ class SessionManager:
     async def _end(self, group: OpenGroup, ending: str) -> None:
         del self._groups[group.grant.key]
         group.outcome.cancel()  # where it is still open: nothing of the group counts any more
-        in_flight = []
+        in_flight: list[str] = []
         for session in group.sessions:
             lookup = lookup_of(session.key)
             del self._sessions[lookup]
             self._ended[lookup] = ending
-            if session.call is not None and session.call.request_id:
-                in_flight.append(session.call.request_id)
+            in_flight += [call.request_id for call in session.calls if call.request_id]
         self._idle_since = time.monotonic()
         while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)

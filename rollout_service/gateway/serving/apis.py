@@ -28,10 +28,11 @@ from vllm.entrypoints.openai.responses.api_router import create_responses
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve import create_error_response
 
+from rollout_service.gateway.conversation.session import Call
 from rollout_service.gateway.refusal import Refusal, as_message_error
 from rollout_service.gateway.rules import find_replaced
 from rollout_service.gateway.serving.recorded import CALL, MODEL
-from rollout_service.gateway.sessions import Call, SessionManager
+from rollout_service.gateway.sessions import SessionManager
 
 log = logging.getLogger(__name__)
 

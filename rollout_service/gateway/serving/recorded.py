@@ -23,11 +23,11 @@ from vllm.entrypoints.openai.responses.utils import construct_input_messages
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from asyncrl.core.errors import ConfigError
-from rollout_service.gateway.history import Step, asked_in_chat, asked_in_completion
+from rollout_service.gateway.conversation.history import Step, asked_in_chat, asked_in_completion
+from rollout_service.gateway.conversation.session import Call
 from rollout_service.gateway.recorder import Recorder, RenderedPrompt
 from rollout_service.gateway.refusal import Refusal
 from rollout_service.gateway.rules import Parsers, Rules, room_of
-from rollout_service.gateway.sessions import Call
 
 MODEL = "policy"
 """Name of the model that clients read; they may ask for it by any."""
@@ -88,12 +88,12 @@ class RecordedRenderer(OnlineRenderer):
     def _record(self, call: Call, prompt: RenderedPrompt) -> RenderedPrompt:
         """Put the recorded ids in the place of the text that stands for them."""
         ids = self._prompt_ids(call, prompt)
-        call.room = room_of(self._rules, call.session.transcript, ids)
+        call.room = room_of(self._rules, call.branch.transcript, ids)
         return {**prompt, "prompt_token_ids": list(ids), "call": call}
 
     def _prompt_ids(self, call: Call, prompt: RenderedPrompt) -> tuple[int, ...]:
         """Return the ids of the call's prompt, those of earlier turns as they were sampled."""
-        transcript = call.session.transcript
+        transcript = call.branch.transcript
         assert call.asked is not None, "it has asked"
         if call.step is Step.FIRST:
             return tuple(prompt["prompt_token_ids"])
@@ -114,22 +114,21 @@ class RecordedRenderer(OnlineRenderer):
 
 def _with_marker(messages: list[Mapping[str, object]], call: Call) -> list[Mapping[str, object]]:
     """Return the messages with the call's marker in place of the recorded answer."""
-    session = call.session
     if call.step is not Step.NEXT:
         return messages
-    assert session.before is not None, "a next turn has one before it"
-    place = len(session.before.messages)
+    before = call.branch.told[-1]
+    place = len(before.asked.messages)
     marked = {"role": "assistant", "content": call.marker}
-    return [*messages[:place], marked, *messages[place + len(session.reply.messages) :]]
+    return [*messages[:place], marked, *messages[place + len(before.reply.messages) :]]
 
 
 def _new_text(call: Call, prompt: RenderedPrompt) -> str:
     """Return what follows the recorded answer in the rendered prompt."""
-    session, asked = call.session, call.asked
-    assert session.before is not None and asked is not None, "a next turn has one before it"
+    before, asked = call.branch.told[-1], call.asked
+    assert asked is not None, "a next turn has been asked"
     if asked.kind == "text":
-        new_text = asked.text.removeprefix(session.before.text + session.reply.text)
-        return new_text.removeprefix(session.transcript.last_stop)  # sampled: the recorded ids hold it
+        new_text = asked.text.removeprefix(before.asked.text + before.reply.text)
+        return new_text.removeprefix(call.branch.transcript.last_stop)  # sampled: the recorded ids hold it
     parts = prompt.get("prompt", "").split(call.marker)
     if len(parts) != 2:
         raise Refusal(

@@ -6,6 +6,7 @@ import runpy
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.waiting import wait_for
 TOLERANCE = 1e-4
 USER = {"role": "user", "content": QUESTION}
 MORE = {"role": "user", "content": "Und sonst?"}
+OTHER = {"role": "user", "content": "Was noch?"}
 
 
 @pytest.fixture(scope="module")
@@ -263,11 +265,40 @@ def test_a_prompt_or_an_answer_without_room_is_refused(served: Stage):
     agent.stage.post("/reward", {"error": "enough seen"}, agent.key)
 
 
-def test_an_agent_that_changes_its_history_ends_its_group(served: Stage):
+def test_changed_histories_and_calls_side_by_side_are_trajectories_of_one_episode(served: Stage):
+    agents = [served.open(), served.open()]
+    first = agents[0].chat(USER).choices[0]
+    said = {"role": "assistant", "content": first.message.content}
+    with ThreadPoolExecutor() as pool:
+        asked = (
+            [USER, {**said, "content": "I said otherwise"}, MORE],
+            [USER, said, MORE],
+            [USER, said, OTHER],
+        )
+        running = [pool.submit(agents[0].chat, *messages) for messages in asked]
+        choices = [first, *(one.result().choices[0] for one in running)]
+    agents[1].chat(USER)
+    for reward, agent in enumerate(agents):
+        assert agent.reward(float(reward)).status_code == 200
+    group = served.take_group()
+    assert (group.forked, group.rewards) == ((0, 0, 0, 1), [0.0, 0.0, 0.0, 1.0])
+    found = []
+    for trajectory in group.trajectories:
+        check_logprobs(served, group, trajectory)
+        found += trajectory.response_ids[trajectory.loss_mask > 0].tolist()
+    assert Counter(found) >= Counter(token for choice in choices for token in seen_tokens(choice)[0])
+    assert sum(trajectory.num_turns for trajectory in group.trajectories) == 5, "each answer is trained once"
+
+
+def test_an_agent_that_changes_its_history_where_no_branch_is_left_ends_its_group(
+    served: Stage, monkeypatch: pytest.MonkeyPatch
+):
+    rules = replace(served.gateway.manager.rules, max_branches=1)
+    monkeypatch.setattr(served.gateway.manager, "rules", rules)
     agents = [served.open(), served.open()]
     agents[0].chat(USER)
     agents[1].chat(USER)
-    with pytest.raises(openai.BadRequestError, match="not the one that this session recorded"):
+    with pytest.raises(openai.BadRequestError, match="not one that this session recorded"):
         agents[0].chat(USER, {"role": "assistant", "content": "I said otherwise"}, MORE)
     wait_for(lambda: "history_changed" in agents[1].reward().text, "the sibling's end")
     wait_for(lambda: served.replica.status().in_flight_groups == 0, "the report of the failure")

@@ -434,6 +434,10 @@ SHOWN_BY: Mapping[str, tuple[str, str]] = {
         "tests/rollout/gateway/test_gateway.py",
         "test_missing_siblings_end_a_group_at_its_deadline_with_an_error_in_the_stream",
     ),
+    "rollout.gateway.max_branches": (
+        "tests/rollout/gateway/test_gateway.py",
+        "test_an_agent_that_changes_its_history_where_no_branch_is_left_ends_its_group",
+    ),
     "rollout.gateway.strict": (
         "tests/rollout/gateway/test_gateway_requests.py",
         "test_a_replicas_gateway_is_as_strict_as_its_configuration",

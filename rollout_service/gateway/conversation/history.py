@@ -1,4 +1,4 @@
-"""Relation of a call to the one before it in its session: first, repeated, or next turn (pure).
+"""Comparison of a call's conversation with a recorded one: whether it goes on from an answer (pure).
 
 A chat client sends the whole conversation again, as messages. Owns the comparison of those messages with the
 recorded conversation: the recorded tokens stand for a message only where it is the recorded one.
@@ -94,31 +94,15 @@ def reply_in_text(text: str) -> Reply:
     return Reply(text, (comparable({"role": "assistant", "content": text}),))
 
 
-def follow(before: Asked | None, reply: Reply, ids: Sequence[int], asked: Asked) -> Step:
-    """Return how `asked` follows the call `before` it.
+def is_continued(before: Asked, reply: Reply, ids: Sequence[int], asked: Asked) -> bool:
+    """Tell whether `asked` goes on from the answer to `before`.
 
     Args:
-        reply: The answer that the client got.
-        ids: All token ids up to the end of that answer.
-
-    Raises:
-        Refusal: It goes on from something else: `history_changed`.
+        reply: That answer, as the client got it.
+        ids: All token ids up to its end.
     """
-    if before is None:
-        return Step.FIRST
-    if asked == before:
-        return Step.AGAIN
-    is_same_frame = (asked.kind, asked.frame) == (before.kind, before.frame)
-    if is_same_frame and _extends(before, reply, ids, asked):
-        return Step.NEXT
-    raise Refusal(
-        "the conversation before this call is not the one that this session recorded",
-        hint="Send back all earlier messages and answers as they were, and open a session per conversation",
-        code=HISTORY_CHANGED,
-    )
-
-
-def _extends(before: Asked, reply: Reply, ids: Sequence[int], asked: Asked) -> bool:
+    if (asked.kind, asked.frame) != (before.kind, before.frame):
+        return False
     if asked.kind == "ids":
         return asked.ids[: len(ids)] == tuple(ids)
     if asked.kind == "text":

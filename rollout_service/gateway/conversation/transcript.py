@@ -54,7 +54,9 @@ class Answer:
 
 
 class Transcript:
-    """The turns of one session. Each id is kept once, however many turns there are.
+    """The turns of one conversation. Each id is kept once, however many turns there are.
+
+    The first `num_shared` answers were sampled in another one.
 
     >>> transcript = Transcript()
     >>> transcript.add(Turn((1, 2), (3,), (-0.5,), (Span(7, 0, 1),), "stop", "c"))
@@ -66,11 +68,23 @@ class Transcript:
     def __init__(self) -> None:
         self._ids: list[int] = []
         self.answers: list[Answer] = []
+        self.num_shared = 0
 
     @property
     def ids(self) -> tuple[int, ...]:
         """All ids up to the end of the last answer."""
         return tuple(self._ids)
+
+    def ids_after(self, num_answers: int) -> tuple[int, ...]:
+        """Return the ids up to the end of the `num_answers`-th answer."""
+        return tuple(self._ids[: self.answers[num_answers - 1].end])
+
+    def share(self, num_answers: int) -> Transcript:
+        """Return a transcript that begins as this one does, up to that answer, and trains nothing of it."""
+        copied = Transcript()
+        copied._ids, copied.answers = list(self.ids_after(num_answers)), self.answers[:num_answers]
+        copied.num_shared = num_answers
+        return copied
 
     @property
     def first_prompt(self) -> tuple[int, ...]:
@@ -104,16 +118,16 @@ class Transcript:
     def trajectory(
         self, num_prompt_tokens: int, reward: float, parts: Mapping[str, float] | None = None
     ) -> Trajectory:
-        """Return the session as a trajectory after the first `num_prompt_tokens` ids.
+        """Return it as a trajectory after the first `num_prompt_tokens` ids; shared answers have mask 0.
 
         What the first prompt has beyond them counts as an observation, under the first turn's version.
         """
         ids = self._ids[num_prompt_tokens:]
         mask = np.zeros(len(ids), dtype=np.uint8)
         logprobs = np.zeros(len(ids), dtype=np.float32)
-        for answer in self.answers:
+        for number, answer in enumerate(self.answers):
             place = slice(answer.start - num_prompt_tokens, answer.end - num_prompt_tokens)
-            mask[place] = 1
+            mask[place] = number >= self.num_shared
             logprobs[place] = answer.logprobs
         return Trajectory(
             response_ids=np.asarray(ids, dtype=np.int32),
@@ -123,7 +137,7 @@ class Transcript:
             reward=reward,
             finish_reason=self.answers[-1].finish_reason,
             reward_parts=dict(parts or {}),
-            num_turns=len(self.answers),
+            num_turns=len(self.answers) - self.num_shared,
         )
 
     def _spans(self, num_prompt_tokens: int) -> Iterable[Span]:

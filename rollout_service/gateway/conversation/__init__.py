@@ -1,0 +1,1 @@
+"""Conversations of agents with their model, as they are recorded."""

@@ -1,0 +1,189 @@
+"""A session: what one agent asks and is answered in one episode, and the calls that are in flight.
+
+Owns the calls. Invariant: an answer is recorded to the branch that its call was placed on; nothing is
+recorded of a call that has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from asyncrl.buffer.ledger.orders import sample_seed
+from asyncrl.buffer.messages import LeaseGrant
+from asyncrl.core.errors import AsyncrlError, WireError
+from asyncrl.core.experience import Trajectory, check_reward
+from rollout_service.gateway.conversation.branches import Branch, Branches, Told
+from rollout_service.gateway.conversation.history import Asked, Step, comparable, reply_in_text
+from rollout_service.gateway.conversation.transcript import Turn
+from rollout_service.gateway.keys import make_marker
+from rollout_service.gateway.refusal import EpisodeFailed, Refusal
+
+if TYPE_CHECKING:
+    from rollout_service.data.prompts import TokenizedPrompt
+
+MAX_CALLS = 16
+"""In flight at once, of one session."""
+
+
+class Siblings(Protocol):
+    """The group of a session."""
+
+    @property
+    def grant(self) -> LeaseGrant: ...
+
+    @property
+    def prompt(self) -> TokenizedPrompt: ...
+
+    @property
+    def deadline(self) -> float: ...
+
+    @property
+    def has_failed(self) -> bool: ...
+
+    @property
+    def part_names(self) -> set[str]: ...
+
+    def fail(self, error: AsyncrlError) -> None: ...
+
+    def check_complete(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Call:
+    """One request in flight.
+
+    Attributes:
+        asked: Input of the model, once vLLM has read the request (`ask`).
+        branch: The conversation that it belongs to, once it has asked; `holds_branch` until it is answered.
+        room: Most tokens that the answer may have.
+        marker: Stands in the rendered chat for the answer that is recorded.
+        request_id: The engine's, once it has the request.
+        refusal: Why the call was refused, for the time that vLLM's handlers pass an error on as their own.
+    """
+
+    session: Session
+    asked: Asked | None = None
+    branch: Branch = field(default_factory=lambda: Branch(0))
+    holds_branch: bool = False
+    step: Step = Step.FIRST
+    room: int = 0
+    marker: str = field(default_factory=make_marker)
+    request_id: str = ""
+    refusal: Refusal | None = None
+
+    def ask(self, asked: Asked) -> None:
+        """Take the input of the call.
+
+        Raises:
+            Refusal: It would begin one branch too many. That ends the group: what this agent says to its
+                model cannot be recorded.
+        """
+        session = self.session
+        try:
+            self.branch, self.step = session.branches.take(asked)
+        except Refusal as error:
+            session.group.fail(EpisodeFailed(f"{error.code}: session {session.id}: {error.message}"))
+            raise
+        self.asked, self.holds_branch = asked, True
+
+    def seed(self, run_seed: int) -> int:
+        """Return the seed of its answer: asked again, a turn has the seed that it had."""
+        branch, ticket = self.branch, self.session.group.grant.ticket
+        seed = sample_seed(run_seed, ticket, self.session.sample)
+        turn = len(branch.told) - (self.step is Step.AGAIN)
+        for number in (branch.number, turn):
+            seed = sample_seed(seed, ticket, number) if number else seed
+        return seed
+
+    def record(self, turn: Turn) -> None:
+        """Keep the answer, unless the call has ended: its client has gone, and may have asked again."""
+        if self not in self.session.calls:
+            return
+        assert self.asked is not None, "it has asked"
+        branch = self.branch
+        if self.step is Step.AGAIN:
+            branch.transcript.replace_last(turn)
+            branch.told.pop()
+        else:
+            branch.transcript.add(turn)
+        branch.told.append(Told(self.asked, reply_in_text(turn.text)))
+        self._leave()  # now: the client may go on as soon as it has read the end
+
+    def answered(self, messages: Iterable[Mapping[str, object]]) -> None:
+        """Keep the messages that the client gets as the answer; it sends them back with its next call."""
+        if self in self.session.calls:
+            said, told = tuple(comparable(message) for message in messages), self.branch.told
+            told[-1] = replace(told[-1], reply=replace(told[-1].reply, messages=said))
+
+    def end(self) -> None:
+        """Let the session go on without it."""
+        self.session.calls.discard(self)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.holds_branch:
+            self.holds_branch = False
+            self.session.branches.leave(self.branch)
+
+
+class Session:
+    """Session that one key opens: one episode, which may have several branches, at most `max_branches`."""
+
+    def __init__(self, key: str, group: Siblings, sample: int, max_branches: int) -> None:
+        self.key = key
+        self.group = group
+        self.sample = sample
+        self.branches = Branches(max_branches)
+        self.calls: set[Call] = set()
+        self.reward: float | None = None
+        self.parts: Mapping[str, float] = {}
+        self._max_calls = MAX_CALLS if max_branches > 1 else 1
+
+    @property
+    def id(self) -> str:
+        grant = self.group.grant
+        return f"{grant.ticket}.{grant.attempt}.{self.sample}"
+
+    def begin(self) -> Call:
+        """Return a call; `end` it in any case.
+
+        Raises:
+            Refusal: Too many calls are in flight, or the reward was given.
+        """
+        if self.reward is not None:
+            raise Refusal("this session is closed: its reward was given", status=410, code="session_closed")
+        if len(self.calls) == self._max_calls:
+            what = f"calls of this session are in flight, {self._max_calls} at most"
+            raise Refusal(what, status=409, code="call_in_flight")
+        call = Call(self)
+        self.calls.add(call)
+        return call
+
+    def close(self, reward: float, parts: Mapping[str, float]) -> None:
+        """End the episode with its reward; saying the same twice is no error.
+
+        Raises:
+            Refusal: A call is in flight, there is no answer to reward, another reward was given, the group
+                has ended, or could not be pushed with this reward.
+        """
+        if self.group.has_failed:
+            raise Refusal("this session's group has ended", status=410, code="session_closed")
+        if self.calls:
+            raise Refusal("a call of this session is in flight", status=409, code="call_in_flight")
+        if not any(self.branches):
+            raise Refusal("this session has no answer that a reward could be for", code="no_answer")
+        if self.reward is not None and (self.reward, dict(self.parts)) != (reward, dict(parts)):
+            raise Refusal("this session has another reward", status=409, code="session_closed")
+        try:
+            check_reward(reward, parts, self.group.part_names)
+        except WireError as error:
+            raise Refusal(error.message) from None
+        self.reward, self.parts = reward, parts
+        self.group.check_complete()
+
+    def trajectories(self, num_prompt_tokens: int) -> list[Trajectory]:
+        """Return the episode's trajectories after the first `num_prompt_tokens` ids; each has its reward."""
+        reward = self.reward or 0.0
+        return [one.transcript.trajectory(num_prompt_tokens, reward, self.parts) for one in self.branches]
