@@ -50,9 +50,9 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
     """
     started_ns = int(context.runtime.now() * 1e9)
     keep_freed_memory()
-    config = context.config
+    config = context.config.of_replica(context.index)
     check_gateway(config)
-    variant = engine_variant(config.rollout.engine)
+    variant = engine_variant(config.rollout.engines[0])
     variant.prepare(config)  # as early as can be: it takes as long as all the rest of the start
     reward = load_reward(config.reward)
     parse_lengths(config.rollout.response_tokens)

@@ -74,7 +74,7 @@ def taken_with(config: Config) -> dict[str, Any]:
     """Return what rates are taken with and hold for, by its key in a configuration."""
     return {
         "model.path": _name_of_model(Path(config.model.path)),
-        "rollout.engine": config.rollout.engine,
+        "rollout.engine": ", ".join(config.rollout.engines),
         "rollout.group_size": config.rollout.group_size,
     }
 
@@ -90,7 +90,9 @@ def _name_of_model(path: Path) -> str:
 
 def base_rates(config: Config) -> Rates:
     """Return a shape of the decode curve for a run of which only rows are known."""
-    if rate := engine_facts(config.rollout.engine).tokens_per_s:
+    known = [rate for name in config.rollout.engines if (rate := engine_facts(name).tokens_per_s)]
+    if len(known) == len(config.rollout.engines):
+        rate = fmean(known)
         return Rates(decode=((1.0, rate), (100_000.0, 100_000.0 * rate)))  # requests do not slow one another
     most = config.rollout.max_sequences
     points = sorted({*(2**power for power in range(11) if 2**power < most), most})

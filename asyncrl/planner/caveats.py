@@ -54,7 +54,7 @@ def _find_in_rollout(config: Config, setting: Setting, rates: Rates) -> Iterator
         yield "rollout.response_tokens: how long answers of an evaluation are; drawn as those of groups"
     if rollout.kv_cache == "recompute" and ASSUMED in rates.source:
         yield _price_recomputation(setting, rates)
-    shares_prompts = choose_prefix_caching(config)[0]
+    shares_prompts = any(choose_prefix_caching(one)[0] for one in config.by_engine.values())
     if shares_prompts and rates.prefill_s_per_token and setting.num_samples > 1:
         yield f"rollout.prefix_caching: each of {setting.num_samples} answers computes its prompt here"
 

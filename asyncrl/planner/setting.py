@@ -121,6 +121,7 @@ class Setting:
         replicas = rollout.replicas.start
         trained, num_samples = rollout.group_size, rollout.group_size
         num_samples += config.algorithm.advantage in WITH_GREEDY
+        has_rates = all(engine_facts(name).tokens_per_s for name in rollout.engines)
         return Setting(
             ledger=ledger_settings(config),
             run_seed=config.run.seed,
@@ -128,7 +129,7 @@ class Setting:
             num_samples=num_samples,
             trained_samples=trained,
             max_groups=count_max_groups(rollout.max_sequences, num_samples),
-            max_sequences=UNLIMITED if engine_facts(rollout.engine).tokens_per_s else rollout.max_sequences,
+            max_sequences=UNLIMITED if has_rates else rollout.max_sequences,
             max_tokens=rollout.max_tokens,
             prompt_tokens=prompt_tokens or config.data.max_prompt_tokens / 2,
             lengths=forced_lengths(config) or lengths or assumed_lengths(config),

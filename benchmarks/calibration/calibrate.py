@@ -148,7 +148,7 @@ def _values(rates: Rates, setting: Setting, config: Config) -> dict[str, Any]:
         "prompt_tokens": setting.prompt_tokens,
         "zero_variance_share": setting.zero_variance_share,
         "taken_with": taken_with(config),
-        "config": {"replicas": setting.replicas, "engine": config.rollout.engine},
+        "config": {"replicas": setting.replicas, "engine": ", ".join(config.rollout.engines)},
     }
 
 

@@ -32,7 +32,7 @@ async def _evaluate(config: Config) -> dict[str, float]:
     tokenizer = load_tokenizer(config.model.path)
     held_out = load_held_out(config, tokenizer, episodes)
     reward = load_reward(config.reward)
-    engine = engine_variant(config.rollout.engine).build(config, tokenizer)
+    engine = engine_variant(config.rollout.engines[0]).build(config.of_replica(0), tokenizer)
     evaluator = build_evaluator(config, engine, tokenizer, held_out, reward, episodes)
     if evaluator is None:
         raise ConfigError("there are no prompts to evaluate on", hint="Name a file with --data")

@@ -104,7 +104,7 @@ def find_conflicts(config: Root) -> list[Conflict]:
         *_find_gpu_conflicts(config),
         *_find_checkpoint_conflicts(config),
         *_find_backend_conflicts(learner),
-        *_find_engine_conflicts(config.rollout),
+        *_find_engine_conflicts(config),
         *_find_critic_conflicts(config),
         *_find_reward_conflicts(config),
         *_find_gateway_conflicts(config),
@@ -130,9 +130,25 @@ def _find_gpu_conflicts(config: Root) -> Iterator[Conflict]:
         yield Conflict(("model.dtype", "rollout.gpus", "learner.gpus"), what, hint)
 
 
-def _find_engine_conflicts(rollout: RolloutSection) -> Iterator[Conflict]:
+def _find_engine_conflicts(config: Root) -> Iterator[Conflict]:
+    """Yield what is not free of each engine's arguments; those of several engines stand by engine."""
+    rollout, keys = config.rollout, ("rollout.engine_args", "rollout.engine")
+    engines = dict.fromkeys(rollout.engines)
+    if len(engines) == 1:
+        yield from _find_argument_conflicts(rollout, rollout.engines[0])
+        return
+    hint = f"Write {{{', '.join(f'{name}: {{...}}' for name in engines)}}}"
+    for name, own in rollout.engine_args.items():
+        if name not in engines or not isinstance(own, dict):
+            yield Conflict(keys, f"rollout.engine_args: {name}: not the arguments of one engine", hint)
+            return
+    for name, one in config.by_engine.items():
+        yield from _find_argument_conflicts(one.rollout, name)
+
+
+def _find_argument_conflicts(rollout: RolloutSection, engine: str) -> Iterator[Conflict]:
     """Yield each argument of the engine that a replica sets itself, or that the engine cannot take."""
-    facts, keys = engine_facts(rollout.engine), ("rollout.engine_args", "rollout.engine")
+    facts, keys = engine_facts(engine), ("rollout.engine_args", "rollout.engine")
     if facts.owned_args is None and rollout.engine_args:
         yield Conflict(keys, f"rollout.engine_args: {facts.title} takes no arguments", "Leave it out")
         return
@@ -202,10 +218,10 @@ def _find_gateway_conflicts(config: Root) -> Iterator[Conflict]:
     if rollout.gateway is None:
         return
     hint = "Leave it out, or rollout.gateway"
-    if not engine_facts(rollout.engine).has_gateway:
-        yield Conflict(
-            ("rollout.engine", "rollout.gateway"), f"rollout.engine: {rollout.engine} has no gateway", hint
-        )
+    for name in dict.fromkeys(rollout.engines):
+        if not engine_facts(name).has_gateway:
+            what = f"rollout.engine: {name} has no gateway"
+            yield Conflict(("rollout.engine", "rollout.gateway"), what, hint)
     if advantage in WITH_GREEDY:
         what = f"algorithm.advantage: {advantage} needs a greedy answer, and agents sample all of theirs"
         yield Conflict(("algorithm.advantage", "rollout.gateway"), what, hint)

@@ -5,7 +5,7 @@ Owns their list. `core.config.tree` adds the check that they fit together; a rul
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from asyncrl.core.config.rules.format import FORMAT
 from asyncrl.core.config.sections.algorithm import AlgorithmSection
@@ -41,3 +41,12 @@ class Root(Section):
     guard: GuardSection = GuardSection()
     metrics: MetricsSection = MetricsSection()
     launcher: LauncherSection = LauncherSection()
+
+    def of_replica(self, index: int) -> Self:
+        """Return the configuration of one replica: of the engines of a run it names that replica's."""
+        return self.model_copy(update={"rollout": self.rollout.of_replica(index)})
+
+    @property
+    def by_engine(self) -> dict[str, Self]:
+        """The configuration of a replica of each engine."""
+        return {name: self.of_replica(index) for index, name in enumerate(self.rollout.engines)}

@@ -175,6 +175,8 @@ def check_nodes_of_replica(config: Config) -> Iterator[str]:
     count = rollout.engine_args.get("nnodes", 1)
     if count != rollout.num_nodes or isinstance(count, bool):
         yield f"{key} is {count!r}; give the number of nodes of a replica"
+    if rollout.engines[1:] and any("nnodes" in one.rollout.engine_args for one in config.by_engine.values()):
+        yield f"{key}: replicas of several nodes are of one engine; leave it out, or name one rollout.engine"
     if rollout.num_nodes == 1:
         return
     if not config.launcher.is_cluster:
@@ -205,7 +207,7 @@ def check_shares(config: Config) -> Iterator[str]:
 def check_long_rows(config: Config) -> Iterator[str]:
     """Say if a row may be longer than the engine can take."""
     size = read_size(config)
-    if size is None or not engine_facts(config.rollout.engine).loads_model:
+    if size is None or not any(engine_facts(name).loads_model for name in config.rollout.engines):
         return
     table = table_of(config.model.path)
     yield from sizes.find_long_rows(config, size, read_max_positions(table))
@@ -213,13 +215,16 @@ def check_long_rows(config: Config) -> Iterator[str]:
 
 def check_heads(config: Config) -> Iterator[str]:
     """Say if the engine has no attention for the model's heads on the device that it is to run on."""
-    size, engine = read_size(config), engine_facts(config.rollout.engine)
-    known = engine.cpu_head_sizes
-    if size is None or config.rollout.gpus or not known or size.head_size in known:
-        return
-    sizes_known = ", ".join(map(str, known))
-    problem = f"{engine.title} on CPU has no attention for heads of {size.head_size}, only of {sizes_known}"
-    yield f"model.path: {problem}; choose another model, or rollout.gpus: 1"
+    size = read_size(config)
+    for engine in map(engine_facts, config.by_engine):
+        known = engine.cpu_head_sizes
+        if size is None or config.rollout.gpus or not known or size.head_size in known:
+            continue
+        sizes_known = ", ".join(map(str, known))
+        problem = (
+            f"{engine.title} on CPU has no attention for heads of {size.head_size}, only of {sizes_known}"
+        )
+        yield f"model.path: {problem}; choose another model, or rollout.gpus: 1"
 
 
 def check_memory(config: Config, there: Capacity | None = None) -> Iterator[str]:

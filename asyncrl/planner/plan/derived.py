@@ -88,11 +88,16 @@ def derive(config: Config) -> list[Derived]:
     if rollout.num_nodes > 1:
         rule = "rollout.engine_args: nnodes; each has its part of rollout.gpus and rollout.cpus"
         found.append(Derived("nodes of a replica", rollout.num_nodes, rule))
-    is_shared, why = choose_prefix_caching(config)
-    found.append(Derived("prefix caching", "on" if is_shared else "off", why))
-    if (engine := engine_facts(config.rollout.engine)).logprob_tolerance:
-        why = f"{engine.title} adds in another order in another batch: runs are not equal to the bit"
-        found.append(Derived("log-probs", f"within {engine.logprob_tolerance:g}", why))
+    if len(config.by_engine) > 1:
+        engines = ", ".join(rollout.engines)
+        found.append(Derived("engines", engines, "rollout.engine: replica n takes the n-th, cyclically"))
+    for name, one in config.by_engine.items():
+        of_it, engine = (f" of {name}" if len(config.by_engine) > 1 else ""), engine_facts(name)
+        is_shared, why = choose_prefix_caching(one)
+        found.append(Derived(f"prefix caching{of_it}", "on" if is_shared else "off", why))
+        if engine.logprob_tolerance:
+            why = f"{engine.title} adds in another order in another batch: runs are not equal to the bit"
+            found.append(Derived(f"log-probs{of_it}", f"within {engine.logprob_tolerance:g}", why))
     curve = "encrypted, with keys" if config.launcher.has_curve else "plain"
     found.append(Derived("connections", curve, "launcher.curve, launcher.host"))
     return found

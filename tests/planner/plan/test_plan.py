@@ -15,9 +15,12 @@ from tokenizers import Tokenizer, models
 
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.variants import engine_facts
 from asyncrl.planner import plan
+from asyncrl.planner.calibration import base_rates, taken_with
 from asyncrl.planner.plan import checks, derived, machine, prepare
-from asyncrl.planner.plan.footprint import shared_memory
+from asyncrl.planner.plan.footprint import memory, shared_memory
+from asyncrl.planner.setting import Setting
 from rollout_service.engine.protocol import engine_variant
 from tests.planner.plan.model_folder import write_model_folder
 from weight_sync.composition import build_publisher
@@ -79,6 +82,49 @@ def test_an_engine_whose_log_probs_are_not_equal_to_the_bit_says_so() -> None:
     for engine, wanted in (("vllm", []), ("sglang", ["within 1e-05"])):
         found = derived.derive(Config(**GOOD, rollout={"engine": engine}))
         assert [one.value for one in found if one.name == "log-probs"] == wanted
+
+
+def test_a_plan_of_several_engines_has_each_with_what_holds_for_it_alone() -> None:
+    config = Config(**GOOD, rollout={"engine": ["vllm", "sglang", "sglang"], "replicas": 2})
+    found = {one.name: one.value for one in derived.derive(config)}
+    assert found["engines"] == "vllm, sglang, sglang"
+    assert (found["prefix caching of vllm"], found["prefix caching of sglang"]) == ("on", "off")
+    assert found["log-probs of sglang"] == "within 1e-05" and "log-probs of vllm" not in found
+
+    def cores(replicas: int) -> int:
+        parts = memory.count_parts(config, 0, replicas)
+        return next(part.num_bytes for part in parts if part.what == memory.ENGINE_CORES)
+
+    vllm, sglang = (engine_facts(name).core_bytes for name in ("vllm", "sglang"))
+    caches = config.rollout.kv_cache_bytes
+    assert [cores(count) for count in (1, 2, 4)] == [
+        vllm + caches,
+        vllm + sglang + 2 * caches,
+        2 * vllm + 2 * sglang + 4 * caches,
+    ]
+    (elsewhere,) = [
+        part for part in memory.count_replica_elsewhere(config, 0) if part.what == memory.ENGINE_CORES
+    ]
+    assert elsewhere.num_bytes == sglang + caches, "whichever it is"
+
+
+def test_replicas_over_several_nodes_are_of_one_engine(good: dict[str, Any]) -> None:
+    own = {"vllm": {"nnodes": 2}}
+    rollout = {**good["rollout"], "engine": ["vllm", "sglang"], "engine_args": own}
+    (problem,) = problems_of({**good, "rollout": rollout})
+    assert "nnodes: replicas of several nodes are of one engine" in problem
+
+
+def test_rates_of_a_mix_are_known_only_if_those_of_all_its_engines_are() -> None:
+    def most(engine: Any) -> int:
+        return Setting.of(Config(**GOOD, rollout={"engine": engine})).max_sequences
+
+    assert most(["scripted", "vllm"]) == most("vllm") < most("scripted")
+    for engine, is_known in (("scripted", True), (["scripted", "vllm"], False)):
+        rates = base_rates(Config(**GOOD, rollout={"engine": engine}))
+        assert (rates.decode[0] == (1.0, 200.0)) == is_known
+    config = Config(**GOOD, rollout={"engine": ["scripted", "vllm"]})
+    assert taken_with(config)["rollout.engine"] == "scripted, vllm"
 
 
 GOOD: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}

@@ -280,6 +280,30 @@ def test_a_part_that_arrives_while_another_thread_asks_for_the_counts_ends_nothi
     assert reward.status().parts["late"][0] >= 1
 
 
+def test_each_replica_of_a_mix_builds_its_own_engine(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    own = {"sglang": {"python": "/of/its/own"}}
+    config = make_config(tmp_path, engine=["scripted", "sglang"], engine_args=own)
+
+    async def build(name: str) -> Any:
+        nowhere = {"buffer.0": "tcp://127.0.0.1:1", f"receiver.{name[-1]}": "tcp://127.0.0.1:1"}
+        parts = await composition.build(ServiceContext(config, name, tmp_path, "mix", nowhere))._build()
+        parts.buffer.close()
+        parts.weights.close()
+        await parts.reward.close()
+        return parts.engine._engine
+
+    engines = [asyncio.run(build(f"rollout.{index}")) for index in range(3)]
+    assert [type(engine).__name__ for engine in engines] == [
+        "ScriptedEngine",
+        "SglangEngine",
+        "ScriptedEngine",
+    ]
+    assert engines[1]._settings.engine_args == own["sglang"]
+
+
 def test_a_replica_tries_its_reward_on_the_first_prompt_before_its_engine_starts(tmp_path: Path) -> None:
     write_data(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)

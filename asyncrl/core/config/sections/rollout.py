@@ -7,8 +7,9 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_serializer, model_validator
 
 from asyncrl.core.config.gpus import Gpus
+from asyncrl.core.config.reading.problems import suggest
 from asyncrl.core.config.sections.section import Count, NonNegative, Seconds, Section, Text, refuse
-from asyncrl.core.variants import EngineName
+from asyncrl.core.variants import EngineName, engine_names
 
 
 class GatewaySection(Section):
@@ -111,12 +112,24 @@ def check_choice(value: object) -> object:
     raise refuse("auto, true or false", "auto is off where runs are to be equal to the bit")
 
 
+def check_engines(value: object) -> object:
+    """Return the name of one engine, or a tuple of several. Raises for an engine that there is not."""
+    names, known = tuple(value) if isinstance(value, list | tuple) else (value,), engine_names()
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        wanted = f"one of {', '.join(known)}, or a list of them: replica n takes the n-th, cyclically"
+        raise refuse(wanted, suggest(str(unknown[0]), known) if unknown else "")
+    return names if len(set(names)) > 1 else names[0]
+
+
 class RolloutSection(Section):
     """The rollout services. Training samples with the temperature only: no top-p, top-k or penalty.
 
     With `replicas: {min, max}` a run starts with `min`, adds replicas while the learner waits and removes
     them while data waits. `standby` replicas are loaded and kept in sync in addition, and take over the
     work of one that dies.
+
+    With a list of engines replica n has the n-th, cyclically; `engine_args` then holds arguments by engine.
 
     `response_tokens` forces response lengths (`lognormal:<sigma>:<median>`), for benchmarks. With
     `prefix_caching` equal prompts share their KV cache within one version; a response then depends, in the
@@ -138,8 +151,8 @@ class RolloutSection(Section):
     """[GPUs] GPUs of each replica, over which its engine is sharded, or a share of one. 0 runs on CPU."""
     cpus: Annotated[float, Field(ge=0)] = 0.25
     """[cores] CPU cores that Ray reserves for each replica."""
-    engine: EngineName = "vllm"
-    """Inference engine: vLLM, SGLang, or a script for tests and simulations."""
+    engine: Annotated[EngineName | tuple[EngineName, ...], BeforeValidator(check_engines)] = "vllm"
+    """Inference engine (`scripted` is for tests), or a list. For example: vllm, [vllm, sglang]"""
     group_size: Count = 8
     """[trajectories] Trajectories sampled for each prompt."""
     max_tokens: Count = 1024
@@ -158,7 +171,8 @@ class RolloutSection(Section):
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     """[bytes] Size of an engine's KV cache on CPU; on GPUs vLLM takes the free memory."""
     engine_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Arguments of the engine's own; vLLM's `nnodes`, SGLang's `python` too. For example: {nnodes: 2}"""
+    """Arguments of the engine's own; vLLM's `nnodes`, SGLang's `python` too; of several engines by engine.
+    For example: {nnodes: 2}, {vllm: {block_size: 32}}"""
     response_tokens: str | None = None
     """Forced distribution of answer lengths, for benchmarks. For example: "lognormal:1.0:200", null"""
     stop: tuple[Text, ...] = ()
@@ -174,6 +188,18 @@ class RolloutSection(Section):
         BeforeValidator(as_environment, json_schema_input_type=Text | EnvironmentSection | None),
     ] = None
     """Environment that answers between the model's turns. For example: {name: tools, tools: [calculator]}"""
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Engines of the first replicas; those after them begin again with the first."""
+        return (self.engine,) if isinstance(self.engine, str) else self.engine
+
+    def of_replica(self, index: int) -> Self:
+        """Return the section as the replica of that number has it: with one engine, and its arguments."""
+        if isinstance(self.engine, str):
+            return self
+        name = self.engine[index % len(self.engine)]
+        return self.model_copy(update={"engine": name, "engine_args": self.engine_args.get(name, {})})
 
     @property
     def num_nodes(self) -> int:

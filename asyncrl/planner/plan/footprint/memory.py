@@ -68,8 +68,9 @@ def shares_of(config: Config) -> dict[str, float]:
 
 def find_utilization(config: Config) -> float | None:
     """Return the share of its GPUs' memory that an engine is told to take; None leaves that to it."""
-    asked = config.rollout.engine_args.get(UTILIZATION)
-    return float(asked) if isinstance(asked, int | float) else memory_share(config.rollout.gpus)
+    asked = [one.rollout.engine_args.get(UTILIZATION) for one in config.by_engine.values()]
+    told = [float(share) for share in asked if isinstance(share, int | float)]
+    return max(told) if told else memory_share(config.rollout.gpus)
 
 
 def count_parts(
@@ -101,7 +102,8 @@ def count_parts(
 
 def count_replica_elsewhere(config: Config, num_weights: int | None) -> list[Part]:
     """Return the parts of one replica on whichever node it is, without its receiver's shared memory."""
-    parts = _rollout_parts(config, num_weights, 1)
+    largest = max(config.by_engine, key=lambda name: engine_facts(name).core_bytes)
+    parts = _rollout_parts(config.by_engine[largest], num_weights, 1)
     return [replace(part, where=PER_REPLICA.get(part.where, part.where)) for part in parts]
 
 
@@ -211,10 +213,11 @@ def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> It
         if num_weights is not None:
             num_gpus = math.ceil(rollout.gpus)
             cut = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
-            rule = f"weight {item} bytes{cut}; vLLM's KV cache takes what is left"
+            rule = f"weight {item} bytes{cut}; the KV cache takes what is left"
             yield Part(ROLLOUT_GPU, "engine", num_weights * item // num_gpus, rule)
         return
-    core_bytes = engine_facts(rollout.engine).core_bytes
+    names = [rollout.engines[index % len(rollout.engines)] for index in range(replicas)]
+    core_bytes = sum(engine_facts(name).core_bytes for name in names) // replicas
     core = core_bytes + rollout.kv_cache_bytes + (num_weights or 0) * item
     rule = f"({core_bytes / GB:.2g} GB + rollout.kv_cache_bytes + weight {item} bytes){each}"
     yield Part(HOST, ENGINE_CORES, core * replicas, rule)

@@ -49,3 +49,58 @@ def test_an_engine_without_arguments_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigProblems, match="takes no arguments"):
         read(tmp_path, FREE, "rollout.engine=scripted")
     assert read(tmp_path, "{}", "rollout.engine=scripted").rollout.engine_args == {}
+
+
+MIXED = "rollout.engine=[vllm, sglang, vllm]"
+
+
+def test_arguments_of_several_engines_stand_by_engine_and_each_replica_has_those_of_its_own(
+    tmp_path: Path,
+) -> None:
+    config = read(tmp_path, "{vllm: {block_size: 32}, sglang: {python: p}}", MIXED)
+    replicas = [config.of_replica(index).rollout for index in range(5)]
+    assert [one.engine for one in replicas] == ["vllm", "sglang", "vllm", "vllm", "sglang"]
+    assert [one.engine_args for one in replicas[:2]] == [{"block_size": 32}, {"python": "p"}]
+    assert read(tmp_path, "{vllm: {block_size: 32}}", MIXED).of_replica(1).rollout.engine_args == {}
+    assert list(config.by_engine) == ["vllm", "sglang"]
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "what", "hint"),
+    [
+        ("{block_size: 32}", "block_size: not the arguments of one engine", "{vllm: {...}, sglang: {...}}"),
+        ("{scripted: {}}", "scripted: not the arguments of one engine", "{vllm: {...}, sglang: {...}}"),
+        ("{vllm: 3}", "vllm: not the arguments of one engine", "{vllm: {...}, sglang: {...}}"),
+        ("{sglang: {tp_size: 2}}", "tp_size is not free for SGLang", "one engine on rollout.gpus"),
+        ("{vllm: {seed: 2}}", "seed is not free for vLLM", "it is run.seed"),
+    ],
+)
+def test_arguments_that_do_not_say_whose_they_are_or_are_not_free_are_refused(
+    tmp_path: Path, engine_args: str, what: str, hint: str
+) -> None:
+    with pytest.raises(ConfigProblems) as caught:
+        read(tmp_path, engine_args, MIXED)
+    (problem,) = caught.value.problems
+    assert what in problem.what and hint in problem.hint
+
+
+def test_a_list_of_one_engine_is_that_engine(tmp_path: Path) -> None:
+    config = read(tmp_path, "{block_size: 32}", "rollout.engine=[vllm, vllm]")
+    assert (config.rollout.engine, config.of_replica(1)) == ("vllm", config)
+
+
+@pytest.mark.parametrize(
+    ("engine", "hint"), [("[]", ""), ("[vllm, sgland]", "Did you mean 'sglang'?"), ("3", "")]
+)
+def test_what_names_no_engine_is_refused_with_those_that_there_are(
+    tmp_path: Path, engine: str, hint: str
+) -> None:
+    with pytest.raises(ConfigProblems, match="one of scripted, sglang, vllm, or a list of them") as caught:
+        read(tmp_path, "{}", f"rollout.engine={engine}")
+    assert caught.value.problems[0].hint == hint
+
+
+def test_a_gateway_needs_engines_that_all_have_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigProblems, match=r"rollout\.engine: sglang has no gateway") as caught:
+        read(tmp_path, "{}", MIXED, "rollout.gateway={port: 0}")
+    assert len(caught.value.problems) == 1

@@ -27,6 +27,7 @@ OTHERWISE = {
     "learner.dp": ("learner", "num_ranks"),
     "learner.lr_schedule": ("config", "min_lr_ratio"),
     "launcher.curve": ("launcher", "has_curve"),
+    "rollout.engine": ("rollout", "engines"),
     "rollout.replicas.min": ("replicas", "start"),
     "rollout.prefix_caching": ("settings", "caches_prefixes"),
     "weight_sync.encoding": ("weight_sync", "uses_delta"),
