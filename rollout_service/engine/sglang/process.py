@@ -32,8 +32,6 @@ END_S = 10.0
 EVERYWHERE = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONSAFEPATH": "1",
-    # A request that ends while its engine is paused gives its tokens up to a multiple of that.
-    "SGLANG_FORCE_STREAM_INTERVAL": "8",
     # The context is longer than the model's by the positions that SGLang keeps for itself.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
 }

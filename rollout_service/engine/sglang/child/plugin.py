@@ -1,4 +1,4 @@
-"""asyncrl's plugin of SGLang, which SGLang calls in each of its processes: staged loads, and seeds on a CPU.
+"""asyncrl's plugin of SGLang, called in each of its processes: staged loads, whole aborts, seeds on a CPU.
 
 Invariant: an SGLang that no adapter of asyncrl has started is left as it is.
 """
@@ -6,10 +6,17 @@ Invariant: an SGLang that no adapter of asyncrl has started is left as it is.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rollout_service.engine.sglang.messages import LOAD_REQUEST
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
+ABORT = "sglang.srt.managers.scheduler.Scheduler.send_abort_output"
 UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 
@@ -21,9 +28,23 @@ def register() -> None:
 
     from rollout_service.engine.sglang.child.loading import load_staged
 
+    HookRegistry.register(ABORT, _abort_with_tokens, HookType.AROUND)
     HookRegistry.register(f"{UPDATE}.update_weights_from_disk", load_staged, HookType.AROUND)
     if os.environ.get(ON_CPU) == "1":
         _allow_seeds_on_cpu()
+
+
+def _abort_with_tokens(
+    abort: Callable[[Scheduler, object, Req], None], scheduler: Scheduler, message: object, request: Req
+) -> None:
+    """End a request that was retracted, as one that runs is ended: else its last tokens are lost."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    if request.output_ids and not request.finished():
+        request.finished_reason = FINISH_ABORT()
+        scheduler.output_streamer.stream_output([request], request.return_logprob)
+    else:
+        abort(scheduler, message, request)
 
 
 def _allow_seeds_on_cpu() -> None:

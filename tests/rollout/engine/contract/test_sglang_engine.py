@@ -21,7 +21,7 @@ from transformers import Qwen3ForCausalLM
 from asyncrl.core.errors import EngineError
 from asyncrl.core.runtime.faults import VARIABLE
 from asyncrl.core.staleness import PolicyVersion, Span
-from rollout_service.engine.protocol import EngineDied, Sampling
+from rollout_service.engine.protocol import Completion, EngineDied, Interrupted, Sampling
 from rollout_service.engine.sglang.child.__main__ import SHARED
 from rollout_service.engine.sglang.engine import SglangEngine, SglangSettings
 from rollout_service.engine.sglang.messages import Abort, Done, Generate, Pause, Resume
@@ -110,6 +110,27 @@ def test_a_request_that_comes_and_ends_while_the_engine_is_paused_has_no_token(r
     error = running.loop.call(come_and_end())
     assert type(error).__name__ == "Interrupted" and error.completion.spans == ()
     running.check_logprobs(running.generate(5))
+
+
+def test_a_drain_in_a_pause_keeps_all_tokens_of_the_requests_that_were_retracted(running: Running):
+    async def drain() -> list[Completion]:
+        tasks = []
+        for seed in range(6):  # at different lengths
+            ask = running.engine.generate(PROMPT, Sampling(2.0, 900, seed, ignores_eos=True), f"d{seed}")
+            tasks.append(asyncio.create_task(ask))
+            await running.sample(501, 2)
+        await running.pause()
+        await running.engine.interrupt()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        await running.resume()
+        return [one.completion for one in ended if isinstance(one, Interrupted)]
+
+    beginnings = running.loop.call(drain())
+    lengths = [len(one.token_ids) for one in beginnings]
+    assert len(lengths) == 6 and lengths == sorted(lengths, reverse=True)
+    assert lengths[-1] > 0 and len(set(lengths)) == 6, lengths
+    for one in beginnings:
+        running.check_logprobs(one, 2.0)
 
 
 def test_an_abort_ends_no_request_whose_number_begins_with_its_own(running: Running):
