@@ -119,6 +119,7 @@ class EngineFacts:
         shares_prefixes: Whether equal prompts can share their KV cache.
         logprob_tolerance: Difference of log-probs from one batch to another; 0 where they are bit-equal.
         environment: List of its own environment `.venv-<list>`. core_bytes: Memory of its processes on a CPU.
+        one_gpu: Why a replica has one GPU at most; empty where the engine is cut over several.
     """
 
     title: str
@@ -133,6 +134,7 @@ class EngineFacts:
     logprob_tolerance: float = 0.0
     environment: str = ""
     core_bytes: int = 930 * 10**6
+    one_gpu: str = ""
 
     def find_deterministic_mode(self) -> str:
         """Return the setting under which no answer depends on other requests here; empty without it."""

@@ -133,13 +133,12 @@ def _find_gpu_conflicts(config: Root) -> Iterator[Conflict]:
 def _find_engine_conflicts(config: Root) -> Iterator[Conflict]:
     """Yield what is not free of each engine's arguments; those of several engines stand by engine."""
     rollout, keys = config.rollout, ("rollout.engine_args", "rollout.engine")
-    engines = dict.fromkeys(rollout.engines)
-    if len(engines) == 1:
-        yield from _find_argument_conflicts(rollout, rollout.engines[0])
+    if isinstance(rollout.engine, str):
+        yield from _find_argument_conflicts(rollout, rollout.engine)
         return
-    hint = f"Write {{{', '.join(f'{name}: {{...}}' for name in engines)}}}"
+    hint = f"Write {{{', '.join(f'{name}: {{...}}' for name in config.by_engine)}}}"
     for name, own in rollout.engine_args.items():
-        if name not in engines or not isinstance(own, dict):
+        if name not in rollout.engine or not isinstance(own, dict):
             yield Conflict(keys, f"rollout.engine_args: {name}: not the arguments of one engine", hint)
             return
     for name, one in config.by_engine.items():

@@ -8,8 +8,7 @@ from asyncrl.core.variants import engine_facts
 
 def choose_prefix_caching(config: Config) -> tuple[bool, str]:
     """Return what a replica's `rollout.prefix_caching` comes to, and why: `auto` is off where bits matter."""
-    (name,) = config.rollout.engines
-    asked, engine = config.rollout.prefix_caching, engine_facts(name)
+    asked, engine = config.rollout.prefix_caching, engine_facts(*config.rollout.engines)
     if not engine.shares_prefixes:
         return False, f"{engine.title} shares no prefixes"
     if asked != "auto":

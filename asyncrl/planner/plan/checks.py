@@ -164,6 +164,9 @@ def _line(key: str, error: ConfigError) -> str:
 
 def check_cut_of_engine(config: Config) -> Iterator[str]:
     """Say if the engine cannot be cut over a replica's GPUs."""
+    for engine in map(engine_facts, config.by_engine):
+        if config.rollout.gpus > 1 and engine.one_gpu:
+            yield f"rollout.gpus: {engine.title}: {engine.one_gpu}; set 1, or rollout.engine: vllm"
     size = read_size(config)
     if size is not None:
         yield from sizes.find_uneven_engine(config, size)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from asyncrl.core.config.gpus import memory_share
 from asyncrl.core.config.tree import Config
-from asyncrl.core.errors import ConfigError
 from rollout_service.engine.protocol import Engine, EngineVariant
 
 if TYPE_CHECKING:
@@ -21,10 +20,6 @@ class SglangVariant(EngineVariant):
         from rollout_service.engine.sglang.engine import SglangEngine, SglangSettings
 
         rollout = config.rollout
-        if rollout.gpus > 1:
-            raise ConfigError(
-                "an SGLang replica has one GPU at most", hint="Set rollout.gpus: 1, or take vllm"
-            )
         return SglangEngine(
             SglangSettings(
                 model=config.model.path,
@@ -88,4 +83,5 @@ VARIANT = SglangVariant(
     logprob_tolerance=1e-5,
     environment="sglang",
     core_bytes=2100 * 10**6,
+    one_gpu="loads and probes run in one of its processes, and could not be judged on all at once",
 )

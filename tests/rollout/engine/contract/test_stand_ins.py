@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncrl.core.config.tree import Config
-from asyncrl.core.errors import ConfigError
+from asyncrl.planner.plan.checks import check_cut_of_engine
 from rollout_service.engine.protocol import engine_variant
 from rollout_service.engine.sglang.process import STAND_INS
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
@@ -83,11 +83,10 @@ def test_the_modules_of_torchvision_that_configurations_import_are_there() -> No
 
 def test_a_replica_of_sglang_has_one_gpu_at_most() -> None:
     values = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}
-    for gpus in (2, 1):
-        config = Config(**values, rollout={"engine": "sglang", "gpus": gpus})
-        build = engine_variant("sglang").build
-        if gpus == 1:
-            assert build(config, build_tokenizer()).serving.number == 0
-            continue
-        with pytest.raises(ConfigError, match="an SGLang replica has one GPU at most"):
-            build(config, build_tokenizer())
+    for engine, gpus, num in (("sglang", 2, 1), ("sglang", 1, 0), (["vllm", "sglang"], 2, 1), ("vllm", 2, 0)):
+        config = Config(**values, rollout={"engine": engine, "gpus": gpus})
+        told = list(check_cut_of_engine(config))
+        assert len(told) == num
+        assert all(line.startswith("rollout.gpus: SGLang: loads and probes run in one") for line in told)
+        built = engine_variant("sglang").build(config.of_replica(1), build_tokenizer())
+        assert built.serving.number == 0
