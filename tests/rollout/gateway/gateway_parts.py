@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,11 +64,36 @@ def make_text_model(folder: Path, seed: int, ends: bool = True) -> Qwen3ForCausa
     return model
 
 
+def make_text_folder(folder: Path) -> Path:
+    """Make the folder of `make_text_model`."""
+    model_folder = make_folder(folder)
+    # What a model's maker recommends has no say: the log-probs would not be those of the policy.
+    (model_folder / "generation_config.json").write_text('{"top_k": 3, "repetition_penalty": 1.3}')
+    (model_folder / "chat_template.jinja").write_text(TEMPLATE)
+    return model_folder
+
+
+@dataclass(frozen=True)
+class Served:
+    """Model of a stage: its folder, its weights for a seed, its limits and the gateway's settings."""
+
+    make_folder: Callable[[Path], Path] = make_text_folder
+    make_model: Callable[[Path, int, bool], Qwen3ForCausalLM] = make_text_model
+    max_prompt_tokens: int = MAX_PROMPT_TOKENS
+    max_tokens: int = MAX_TOKENS
+    gateway: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return self.max_prompt_tokens + self.max_tokens
+
+
 @dataclass
 class Stage:
     """All parts. `models`: Hugging Face's model of every version, by number."""
 
     folder: Path
+    served: Served
     replica: Replica
     receiver: HandFedReceiver
     gateway: Gateway
@@ -84,7 +109,7 @@ class Stage:
     def offer(self, seed: int, ends: bool = True) -> int:
         """Stage the weights of a new model, which the replica loads when it likes; return their number."""
         number = self.learner.register_version(self.step)
-        self.models[number] = make_text_model(self.folder, seed, ends)
+        self.models[number] = self.served.make_model(self.folder, seed, ends)
         version = PolicyVersion(number, self.step)
         self.receiver.staged.append(self.held.enter_context(stage(self.models[number], version)))
         return number
@@ -152,24 +177,24 @@ class Agent:
 
 
 @contextlib.contextmanager
-def open_gateway_stage(folder: Path, deadline_s: float = 120.0) -> Iterator[Stage]:
+def open_gateway_stage(
+    folder: Path, deadline_s: float = 120.0, served: Served | None = None
+) -> Iterator[Stage]:
     """A buffer, and a replica with vLLM and a gateway that serves version 1."""
-    model_folder, data = make_folder(folder / "model"), folder / "train.jsonl"
-    # What a model's maker recommends has no say: the log-probs would not be those of the policy.
-    (model_folder / "generation_config.json").write_text('{"top_k": 3, "repetition_penalty": 1.3}')
-    (model_folder / "chat_template.jinja").write_text(TEMPLATE)
+    served = served or Served()
+    model_folder, data = served.make_folder(folder / "model"), folder / "train.jsonl"
     prompt = [{"role": "user", "content": QUESTION}]
     rows = [{"prompt": prompt, "ground_truth": str(row), "extra_info": {"row": row}} for row in range(50)]
     data.write_text("\n".join(json.dumps(row) for row in rows))
     config = Config.model_validate(
         {
             "model": {"path": str(model_folder), "dtype": "float32"},
-            "data": {"train": str(data), "max_prompt_tokens": MAX_PROMPT_TOKENS},
+            "data": {"train": str(data), "max_prompt_tokens": served.max_prompt_tokens},
             "reward": {"fn": "exact_match"},
             "rollout": {
                 "group_size": GROUP_SIZE,
-                "max_tokens": MAX_TOKENS,
-                "gateway": {"port": 0, "session_deadline_s": deadline_s},
+                "max_tokens": served.max_tokens,
+                "gateway": {"port": 0, "session_deadline_s": deadline_s, **served.gateway},
             },
             "learner": {"groups_per_step": 1, "minibatches": 1},
             "staleness": {"max_lag": 60, "ready_batches": 60},
@@ -181,11 +206,10 @@ def open_gateway_stage(folder: Path, deadline_s: float = 120.0) -> Iterator[Stag
     with running(buffer), contextlib.ExitStack() as held:
         wait_for(lambda: buffer.status().address, "the buffer's address")
         address, receiver, gateways = buffer.status().address, HandFedReceiver(), []
-        prompts = load_prompts(data, build_tokenizer(), MAX_PROMPT_TOKENS)
+        prompts = load_prompts(data, build_tokenizer(), served.max_prompt_tokens)
 
         async def build() -> ReplicaParts:
-            length = MAX_PROMPT_TOKENS + MAX_TOKENS
-            engine = VllmEngine(VllmSettings(str(model_folder), "float32", length, 16, 64 << 20))
+            engine = VllmEngine(VllmSettings(str(model_folder), "float32", served.length, 16, 64 << 20))
             metered = MeteredEngine(engine, SystemClock())
             context = ServiceContext(config, "rollout.0", folder / "run", "test")
             gateway = build_gateway(context, prompts, engine, metered)
@@ -200,7 +224,7 @@ def open_gateway_stage(folder: Path, deadline_s: float = 120.0) -> Iterator[Stag
         )
         with running(replica):
             _wait_for_engine(replica)
-            found = Stage(model_folder, replica, receiver, gateways[0], learner, {}, held=held)
+            found = Stage(model_folder, served, replica, receiver, gateways[0], learner, {}, held=held)
             learner.open("test")
             found.serve(1)
             yield found
