@@ -6,6 +6,7 @@ they name the request and never the contents of this process.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from asyncrl.core.errors import AsyncrlError
@@ -37,11 +38,12 @@ class NobodyCame(AsyncrlError, RuntimeError):
     """A group of which no agent took a session: its lease goes back, and counts as no attempt."""
 
 
-def error_body(message: str, status: int, code: str) -> dict[str, object]:
+def error_body(message: str, status: int, code: str) -> dict[str, dict[str, object]]:
     """Return the body that OpenAI's clients read an error from."""
     return {"error": {"message": message, "type": code, "code": status, "param": None}}
 
 
-def as_message_error(body: dict[str, object]) -> dict[str, object]:
+def as_message_error(body: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
     """Return an error's body as Anthropic's clients read it."""
-    return {"type": "error", **body}
+    error = body["error"]
+    return {"type": "error", "error": {**error, "details": {"error_code": error["type"]}}}

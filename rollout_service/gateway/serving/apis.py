@@ -105,6 +105,9 @@ class Serving:
             Refusal: The gateway refuses the call.
         """
         api = APIS[kind]
+        if kind == "messages" and body.get("thread"):  # Anthropic's client then sends the whole conversation
+            what = "'thread' cannot be taken: the gateway keeps no conversation for its client"
+            raise Refusal(what, hint="Send all messages", code="thread_unsupported_request")
         token = CALL.set(call)
         try:
             request = api.form.model_validate({**body, "model": MODEL})

@@ -37,6 +37,7 @@ from rollout_service.gateway.gateway import Gateway, GatewaySettings
 from rollout_service.gateway.keys import VARIABLE, GatewayKey, read_key
 from rollout_service.gateway.refusal import EpisodeFailed, NobodyCame, Refusal
 from rollout_service.gateway.rules import Parsers, Rules
+from rollout_service.gateway.serving.apis import Serving
 from rollout_service.gateway.sessions import SessionManager
 
 RULES = Rules(run_seed=0, group_size=2, temperature=0.7, max_tokens=20, max_prompt_tokens=10)
@@ -404,7 +405,7 @@ def test_a_sample_that_was_taken_back_goes_to_the_next_agent():
 
 
 def make_app(manager: SessionManager) -> Any:
-    serving: Any = None  # no call is made
+    serving = Serving(manager, has_tools=True)
     return build_app(Routes(manager, serving, GatewayKey(""), lambda: "http://here", lambda: True))
 
 
@@ -539,8 +540,16 @@ def test_a_path_that_is_not_served_is_answered_with_those_that_are():
 
 def test_an_anthropic_client_reads_its_own_form_of_error():
     async def script(manager: SessionManager, post: Any) -> None:
-        refused = (await post("/v1/messages", "{}", "wrong")).json()
-        assert (refused["type"], refused["error"]["type"]) == ("error", "unauthorized")
+        group, (key, _) = await open_two(manager, post)
+        thread = {"thread": {"type": "create"}}
+        for body, status, code in ({}, 400, "BadRequestError"), (thread, 400, "thread_unsupported_request"):
+            refused = await post("/v1/messages", json.dumps(body), key)
+            error = refused.json()["error"]
+            assert (refused.status_code, refused.json()["type"], error["type"]) == (status, "error", code)
+            assert error["details"] == {"error_code": code}
+        assert (await post("/v1/messages", "{}", "wrong")).json()["error"]["type"] == "unauthorized"
+        assert manager.find(key).call is None, "a refused call is over"
+        group.cancel()
 
     visit(script)
 
