@@ -21,7 +21,8 @@ from rollout_service.gateway.conversation.session import MAX_CALLS, Call, Sessio
 from rollout_service.gateway.conversation.transcript import Turn
 from rollout_service.gateway.refusal import EpisodeFailed, Refusal
 from rollout_service.gateway.sessions import OpenGroup, SessionManager
-from tests.rollout.gateway.test_gateway_rules import GRANT, HELLO, MORE, RULES, answer, make_desk
+from tests.rollout.gateway.test_gateway_requests import answer
+from tests.rollout.gateway.test_gateway_rules import GRANT, HELLO, MORE, RULES, make_desk
 
 FORKING = replace(RULES, max_branches=3)
 OTHER = {"role": "user", "content": "in short: hello"}

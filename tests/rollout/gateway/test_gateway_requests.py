@@ -1,4 +1,4 @@
-"""Fields of an agent's request: used, ignored as vLLM does, or replaced by the run's and counted."""
+"""Requests of agents: how each follows the one before, and which of its fields are used or replaced."""
 
 from __future__ import annotations
 
@@ -17,14 +17,26 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.service import ServiceContext
 from rollout_service.data.prompts import PromptSet
 from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
+from rollout_service.gateway.conversation.history import (
+    Asked,
+    Reply,
+    asked_in_chat,
+    asked_in_completion,
+    comparable,
+    is_continued,
+    reply_in_text,
+)
 from rollout_service.gateway.gateway import build_gateway
 from rollout_service.gateway.refusal import Refusal
 from rollout_service.gateway.rules import Rules, find_replaced
+from rollout_service.gateway.serving.recorded import StreamedMessage
 from tests.statuses import statuses_of
 
 RULES = Rules(run_seed=0, group_size=2, temperature=0.7, max_tokens=20, max_prompt_tokens=10)
 STRICT = replace(RULES, is_strict=True)
 HELLO = {"role": "user", "content": "hello"}
+MORE = {"role": "user", "content": "more"}
+HI = reply_in_text("hi")
 KNOWN = {
     "chat": frozenset(ChatCompletionRequest.model_fields),
     "completion": frozenset(CompletionRequest.model_fields),
@@ -75,6 +87,131 @@ TAKEN = [
     ("responses", {"text": {"format": {"type": "text"}}, "truncation": "disabled", "store": True}),
     ("messages", {"output_config": {"effort": "low"}, "tool_choice": {"type": "none"}, "system": "s"}),
 ]
+
+
+def answer(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def chat(*messages: dict[str, Any], **more: Any) -> Asked:
+    return asked_in_chat(messages, more)
+
+
+# What follows on what
+
+
+def goes_on(before: Asked, asked: Asked, reply: Reply = HI, ids: tuple[int, ...] = ()) -> bool:
+    return is_continued(before, reply, ids, asked)
+
+
+def test_a_conversation_that_goes_on_from_the_recorded_answer_is_the_next_turn():
+    before = chat(HELLO)
+    added = answer("hi", refusal=None, tool_calls=[], function_call=None, annotations=[])
+    assert goes_on(before, chat(HELLO, added, MORE))
+    in_parts = answer("", content=[{"type": "text", "text": "hi"}])
+    assert goes_on(before, chat(HELLO, in_parts, MORE))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        chat(HELLO, answer("ho"), MORE),
+        chat(HELLO, answer("hi", tool_calls=[{"id": "1"}]), MORE),
+        chat(HELLO),
+        chat(HELLO, MORE),
+        chat(MORE, answer("hi"), MORE),
+        chat(MORE),
+        chat({"role": "system", "content": "s"}, HELLO, answer("hi"), MORE),
+        chat(HELLO, answer("hi"), MORE, tools=[{"type": "function"}]),
+        chat(HELLO, answer("hi"), MORE, chat_template_kwargs={"enable_thinking": False}),
+        Asked("text", text="hello"),
+    ],
+)
+def test_a_conversation_with_another_past_does_not_go_on_from_the_answer(asked: Asked):
+    assert not goes_on(chat(HELLO), asked)
+
+
+def test_a_completion_goes_on_where_its_text_or_its_ids_do():
+    text, said = asked_in_completion(["ab"]), Reply("cd")
+    assert goes_on(text, Asked("text", text="abcd ef"), said)
+    assert not goes_on(text, Asked("text", text="abce"), said)
+    ids = asked_in_completion([1, 2])
+    assert goes_on(ids, Asked("ids", ids=(1, 2, 3, 4)), said, (1, 2, 3))
+    assert not goes_on(ids, Asked("ids", ids=(1, 2, 4)), said, (1, 2, 3))
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], ["a", "b"], [[1], [2]], [1, "a"], [True]])
+def test_a_completion_has_one_prompt(prompt: Any):
+    with pytest.raises(Refusal, match="'prompt' must be"):
+        asked_in_completion(prompt)
+
+
+def call(arguments: str, name: str = "search", identity: str = "c1") -> dict[str, Any]:
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+PARSED = Reply(
+    "<tool_call>...", (comparable(answer("", tool_calls=[call('{"a": 1, "b": "é"}')], reasoning="hm")),)
+)
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "found"}
+SAME = [
+    answer("", tool_calls=[call('{"b":"\\u00e9", "a":1}')], reasoning="hm"),
+    answer("", content=None, tool_calls=[{**call('{"a": 1, "b": "é"}'), "index": 0}], reasoning_content="hm"),
+    answer("", content=[], tool_calls=[call('{"a": 1, "b": "é"}')], provider_specific_fields={"x": 1}),
+]
+OTHER = [
+    answer("", tool_calls=[call('{"a": 2, "b": "é"}')]),
+    answer("", tool_calls=[call('{"a": 1, "b": "é"}', name="find")]),
+    answer("", tool_calls=[call('{"a": 1, "b": "é"}', identity="c2")]),
+    answer("", tool_calls=[call('{"a": 1, "b": "é"')]),
+    answer("", tool_calls=[call('{"a": 1, "b": "é"}')], reasoning="hm?"),
+    answer("so", tool_calls=[call('{"a": 1, "b": "é"}')]),
+    answer(""),
+]
+
+
+@pytest.mark.parametrize("told", SAME)
+def test_a_parsed_answer_is_recognised_in_each_form_that_clients_give_it(told: dict[str, Any]):
+    assert goes_on(chat(HELLO), chat(HELLO, told, RESULT), PARSED)
+
+
+@pytest.mark.parametrize("told", OTHER)
+def test_a_parsed_answer_that_says_or_calls_something_else_is_a_changed_history(told: dict[str, Any]):
+    assert not goes_on(chat(HELLO), chat(HELLO, told, RESULT), PARSED)
+
+
+def test_an_answer_that_is_no_message_need_not_be_sent_back():
+    silent = Reply("", ())
+    assert goes_on(chat(HELLO), chat(HELLO, MORE), silent)
+    assert not goes_on(chat(HELLO), chat(MORE, HELLO), silent)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "input_audio", "file", "video_url"])
+def test_a_message_that_holds_more_than_text_is_refused(kind: str):
+    with pytest.raises(Refusal, match=f"'{kind}': images, audio and files are not served"):
+        chat({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind}]})
+
+
+def test_a_stream_makes_the_message_that_its_client_puts_together():
+    streamed = StreamedMessage()
+    whole = call('{"a": 1, "b": "é"}')
+    function = whole["function"]
+    for delta in (
+        {"role": "assistant", "content": ""},
+        {"reasoning": "h"},
+        {"reasoning": "m"},
+        {"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "search", "arguments": ""}}]},
+        {"tool_calls": [{"index": 1, "id": "c2", "function": {"name": "find", "arguments": "{"}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": function["arguments"][:5]}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": function["arguments"][5:]}}]},
+        {"tool_calls": [{"index": 1, "function": {"arguments": "}"}}]},
+    ):
+        streamed.add(delta)
+    calls = [whole, call("{}", "find", "c2")]
+    assert comparable(streamed.whole()) == comparable(answer("", reasoning="hm", tool_calls=calls))
+
+
+# Which fields have an effect
 
 
 @pytest.mark.parametrize(("api", "field"), REPLACED)

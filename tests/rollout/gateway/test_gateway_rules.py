@@ -23,14 +23,7 @@ from rollout_service.data.prompts import Prompt, PromptSet, TokenizedPrompt
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.gateway import sessions
 from rollout_service.gateway.app import Routes, build_app
-from rollout_service.gateway.conversation.history import (
-    Asked,
-    Reply,
-    asked_in_chat,
-    asked_in_completion,
-    is_continued,
-    reply_in_text,
-)
+from rollout_service.gateway.conversation.history import Asked, asked_in_chat
 from rollout_service.gateway.conversation.session import Session
 from rollout_service.gateway.conversation.transcript import Transcript, Turn, common_prompt
 from rollout_service.gateway.gateway import Gateway, GatewaySettings
@@ -43,11 +36,6 @@ from rollout_service.gateway.sessions import SessionManager
 RULES = Rules(run_seed=0, group_size=2, temperature=0.7, max_tokens=20, max_prompt_tokens=10)
 HELLO = {"role": "user", "content": "hello"}
 MORE = {"role": "user", "content": "more"}
-HI = reply_in_text("hi")
-
-
-def answer(text: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
 
 
 def chat(*messages: dict[str, Any], **more: Any) -> Asked:
@@ -56,55 +44,6 @@ def chat(*messages: dict[str, Any], **more: Any) -> Asked:
 
 def turn(prompt: tuple[int, ...], ids: tuple[int, ...], version: int = 1, end: str = "stop") -> Turn:
     return Turn(prompt, ids, (-0.5,) * len(ids), (Span(version, 0, len(ids)),), end, "text")
-
-
-# What follows on what
-
-
-def goes_on(before: Asked, asked: Asked, reply: Reply = HI, ids: tuple[int, ...] = ()) -> bool:
-    return is_continued(before, reply, ids, asked)
-
-
-def test_a_conversation_that_goes_on_from_the_recorded_answer_is_the_next_turn():
-    before = chat(HELLO)
-    added = answer("hi", refusal=None, tool_calls=[], function_call=None, annotations=[])
-    assert goes_on(before, chat(HELLO, added, MORE))
-    in_parts = answer("", content=[{"type": "text", "text": "hi"}])
-    assert goes_on(before, chat(HELLO, in_parts, MORE))
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        chat(HELLO, answer("ho"), MORE),
-        chat(HELLO, answer("hi", tool_calls=[{"id": "1"}]), MORE),
-        chat(HELLO),
-        chat(HELLO, MORE),
-        chat(MORE, answer("hi"), MORE),
-        chat(MORE),
-        chat({"role": "system", "content": "s"}, HELLO, answer("hi"), MORE),
-        chat(HELLO, answer("hi"), MORE, tools=[{"type": "function"}]),
-        chat(HELLO, answer("hi"), MORE, chat_template_kwargs={"enable_thinking": False}),
-        Asked("text", text="hello"),
-    ],
-)
-def test_a_conversation_with_another_past_does_not_go_on_from_the_answer(asked: Asked):
-    assert not goes_on(chat(HELLO), asked)
-
-
-def test_a_completion_goes_on_where_its_text_or_its_ids_do():
-    text, said = asked_in_completion(["ab"]), Reply("cd")
-    assert goes_on(text, Asked("text", text="abcd ef"), said)
-    assert not goes_on(text, Asked("text", text="abce"), said)
-    ids = asked_in_completion([1, 2])
-    assert goes_on(ids, Asked("ids", ids=(1, 2, 3, 4)), said, (1, 2, 3))
-    assert not goes_on(ids, Asked("ids", ids=(1, 2, 4)), said, (1, 2, 3))
-
-
-@pytest.mark.parametrize("prompt", [None, "", [], ["a", "b"], [[1], [2]], [1, "a"], [True]])
-def test_a_completion_has_one_prompt(prompt: Any):
-    with pytest.raises(Refusal, match="'prompt' must be"):
-        asked_in_completion(prompt)
 
 
 # What is recorded

@@ -24,7 +24,7 @@ class GatewaySection(Section):
     session_deadline_s: Seconds = 600.0
     """[s] Time after the lease until a group without all rewards is given up."""
     max_branches: Count = 4
-    """[trajectories] Most conversations of one session: a call with a changed history begins another one."""
+    """[trajectories] Most of one session; a call with a changed history begins another one."""
     strict: bool = False
     """Whether a sampling parameter that differs from the run's is refused; else the run's replaces it."""
     tool_call_parser: Text | None = None

@@ -430,6 +430,10 @@ SHOWN_BY: Mapping[str, tuple[str, str]] = {
         "tests/rollout/environments/test_registry.py",
         "test_what_cannot_be_loaded_is_refused_with_the_reason",
     ),
+    "rollout.gateway.reasoning_parser": (
+        "tests/rollout/gateway/test_gateway_tools.py",
+        "test_an_answer_is_recognised_with_its_reasoning_and_without_it",
+    ),
     "rollout.gateway.session_deadline_s": (
         "tests/rollout/gateway/test_gateway.py",
         "test_missing_siblings_end_a_group_at_its_deadline_with_an_error_in_the_stream",
@@ -441,6 +445,10 @@ SHOWN_BY: Mapping[str, tuple[str, str]] = {
     "rollout.gateway.strict": (
         "tests/rollout/gateway/test_gateway_requests.py",
         "test_a_replicas_gateway_is_as_strict_as_its_configuration",
+    ),
+    "rollout.gateway.tool_call_parser": (
+        "tests/rollout/gateway/test_gateway_tools.py",
+        "test_a_conversation_with_tools_is_recorded_as_it_was_sampled",
     ),
     "weight_sync.bucket_bytes": (
         "tests/weight_sync/faults/test_many_syncs.py",
