@@ -180,6 +180,7 @@ def open_vllm_server(model: Path, log: Path) -> Iterator[str]:
     command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "20000", "--enforce-eager"]
     command += ["--enable-auto-tool-choice", "--tool-call-parser", FAMILY, "--reasoning-parser", "qwen3"]
+    command += ["--generation-config", "vllm"]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     with log.open("wb") as out:
         server = subprocess.Popen(command, env=environment, stdout=out, stderr=out)

@@ -157,7 +157,7 @@ TRANSCRIPTS = (
 def build_tool_tokenizer() -> PreTrainedTokenizerFast:
     """Return the byte-level tokenizer with the markup and a template that shows tools and calls."""
     tokenizer = build_tokenizer()
-    tokenizer.add_tokens(MARKUP)
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKUP})
     tokenizer.chat_template = TEMPLATE
     tokenizer.model_max_length = CONTEXT
     return tokenizer
@@ -184,6 +184,7 @@ def make_tool_model(folder: Path, family: str, num_steps: int = 300) -> Path:
         model.lm_head.weight *= 4.0  # it samples at temperature 1, some hundred tokens an episode
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 3}')  # has no say
     return folder
 
 
