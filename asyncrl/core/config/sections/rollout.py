@@ -28,9 +28,9 @@ class GatewaySection(Section):
     strict: bool = False
     """Whether a sampling parameter that differs from the run's is refused; else the run's replaces it."""
     tool_call_parser: Text | None = None
-    """vLLM's parser of tool calls in answers, by its name. For example: hermes"""
+    """Name of vLLM's parser of tool calls in answers; null for none. For example: hermes"""
     reasoning_parser: Text | None = None
-    """vLLM's parser of reasoning in answers, by its name. For example: qwen3"""
+    """Name of vLLM's parser of reasoning in answers, by its name. For example: qwen3"""
 
 
 def as_environment(value: object) -> object:
