@@ -17,7 +17,7 @@ from asyncrl.core.runtime.allocation import keep_freed_memory
 from asyncrl.core.service import ServiceContext
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.protocol import Engine, engine_variant
-from rollout_service.environments.registry import load_environment
+from rollout_service.environments.registry import Episodes, load_environment
 from rollout_service.environments.runner import build_runner
 from rollout_service.evaluation.wiring import build_evaluator, load_data
 from rollout_service.gateway.gateway import build_gateway, check_gateway
@@ -107,17 +107,18 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
             gateway=gateway,
         )
 
-    settings = _replica_settings(config)
+    settings = _replica_settings(config, episodes)
     return Replica(context.runtime, context.name, settings, build_parts, is_standby=context.is_standby)
 
 
-def _replica_settings(config: Config) -> ReplicaSettings:
+def _replica_settings(config: Config, episodes: Episodes | None = None) -> ReplicaSettings:
     rollout = config.rollout
     return ReplicaSettings(
         max_groups=count_max_groups(rollout.max_sequences, _group_settings(config).num_samples),
         lease_s=config.buffer.lease_s,
         start_deadline_s=config.launcher.start_deadline_s,
         resumes_partial=rollout.resume_partial,
+        records_turns=rollout.resume_partial and episodes is not None and episodes.is_restorable,
     )
 
 

@@ -153,9 +153,25 @@ class ReplicaClient:
         asked = wire.PushPartial(self.replica, group.ticket, group.attempt)
         return (await self._ask(wire.PUSH_PARTIAL, asked, encode_group(group))).message.result
 
-    async def fetch_partial(self, ticket: int, attempt: int) -> Group | None:
-        """Return the work that this leased attempt may go on from, or None: start from the prompt."""
+    async def push_turns(
+        self, ticket: int, attempt: int, number: int, versions: tuple[int, int], record: bytes
+    ) -> str:
+        """Add a record of finished turns to those that `fetch_partial` returns to later attempts.
+
+        Args:
+            number: From 1, over all attempts. versions: The lowest and highest that sampled its tokens.
+
+        Returns:
+            `stored`, `duplicate` (it was before), `full` (no room: nothing is kept) or `late`.
+        """
+        asked = wire.PushTurns(self.replica, ticket, attempt, number, versions)
+        return (await self._ask(wire.PUSH_TURNS, asked, [record])).message.result
+
+    async def fetch_partial(self, ticket: int, attempt: int) -> Group | list[Frame] | None:
+        """Return what this leased attempt may go on from: a group, or records of turns; None for nothing."""
         found = await self._ask(wire.FETCH_PARTIAL, wire.FetchPartial(self.replica, ticket, attempt))
+        if found.message.num_records:
+            return list(found.frames)
         return decode_group(found.frames) if found.message.found else None
 
     async def fail(self, ticket: int, attempt: int, reason: str) -> None:

@@ -163,9 +163,20 @@ class PushPartial(OfAttempt, frozen=True):
     """Returns a lease with the work done so far, in the frames."""
 
 
+class PushTurns(OfAttempt, frozen=True):
+    """Adds record `number` of the attempt's finished turns, in the frame; the lease goes on.
+
+    Attributes:
+        number: From 1, over all attempts at the ticket. versions: The lowest and highest that sampled it.
+    """
+
+    number: Annotated[int, Meta(ge=1)]
+    versions: tuple[int, int]
+
+
 class Settled(Message, frozen=True):
-    """Result of a push (stored, duplicate, late, dropped) or of a partial push (stored, released,
-    late)."""
+    """Result of a push (stored, duplicate, late, dropped), of a partial push (stored, released, late) or of
+    turns (stored, duplicate, full, late)."""
 
     result: str
 
@@ -175,9 +186,10 @@ class FetchPartial(OfAttempt, frozen=True):
 
 
 class FetchedPartial(Message, frozen=True):
-    """Whether the frames hold work."""
+    """Whether the frames hold work: a group, or so many records of turns."""
 
     found: bool
+    num_records: int = 0
 
 
 class Fail(OfAttempt, frozen=True):
@@ -362,6 +374,7 @@ LEASE = Operation("lease", Lease, LeaseReply)
 RENEW = Operation("renew", Renew, Renewed)
 PUSH = Operation("push", Push, Settled)
 PUSH_PARTIAL = Operation("push_partial", PushPartial, Settled)
+PUSH_TURNS = Operation("push_turns", PushTurns, Settled)
 FETCH_PARTIAL = Operation("fetch_partial", FetchPartial, FetchedPartial)
 FAIL = Operation("fail", Fail, Done)
 RELEASE = Operation("release", Release, Done)

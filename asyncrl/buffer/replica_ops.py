@@ -30,6 +30,7 @@ class ReplicaOps:
         operations.add(wire.RENEW, self.renew)
         operations.add(wire.PUSH, self.push)
         operations.add(wire.PUSH_PARTIAL, self.push_partial)
+        operations.add(wire.PUSH_TURNS, self.push_turns)
         operations.add(wire.FETCH_PARTIAL, self.fetch_partial)
         operations.add(wire.FAIL, self.fail)
         operations.add(wire.RELEASE, self.release)
@@ -103,10 +104,17 @@ class ReplicaOps:
             self._store.store_partial(asked.replica, asked.ticket, asked.attempt, request.frames)
         )
 
+    def push_turns(self, request: Request, asked: wire.PushTurns) -> wire.Settled:
+        self._note(asked.replica)
+        record = asked.ticket, asked.attempt, asked.number
+        return wire.Settled(self._store.turns.store(asked.replica, record, asked.versions, request.frames))
+
     def fetch_partial(self, request: Request, asked: wire.FetchPartial) -> Answer[wire.FetchedPartial]:
         self._note(asked.replica)
         frames = self._store.fetch_partial(asked.replica, asked.ticket, asked.attempt)
-        return Answer(wire.FetchedPartial(frames is not None), frames or [])
+        partial = None if frames is None else self._ledger.state.tickets[asked.ticket].partial
+        num_records = 0 if partial is None else partial.num_records
+        return Answer(wire.FetchedPartial(frames is not None, num_records), frames or [])
 
     def fail(self, request: Request, asked: wire.Fail) -> Done:
         self._note(asked.replica)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from asyncrl.buffer.bounds import UNBOUNDED, GroupBounds
 from asyncrl.buffer.journals.journal import Journal, Need
+from asyncrl.buffer.journals.records import HEADER_BYTES, TURNS_FROM
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.tickets import PAYLOAD_STATES, LedgerSettings, State, Ticket
 from asyncrl.core.errors import LedgerError, WireError
@@ -62,6 +63,7 @@ class ExperienceStore:
         self._kept_dropped: deque[int] = deque()
         past = journal.recover()
         self.ledger = Ledger.replay(settings, past.events, past.snapshot)
+        self.turns = TurnRecords(self.ledger, journal)
         if self.ledger.has_begun:
             self._reconcile(now)
 
@@ -73,9 +75,8 @@ class ExperienceStore:
         for ticket in waiting:
             if not self.journal.holds(ticket.id, ticket.attempt):
                 self._lose(ticket.id)
-        for ticket in [ticket for ticket in tickets if ticket.partial_attempt]:
-            if not self.journal.holds(ticket.id, ticket.partial_attempt):
-                self._lose_partial(ticket.id)
+        for ticket in [one for one in tickets if one.partial is not None and not self._holds_partial(one)]:
+            self._lose_partial(ticket.id)
         self.ledger.restart(now)
         self.commit(now)
 
@@ -110,6 +111,7 @@ class ExperienceStore:
         )
         if result == "stored":
             self._payloads[ticket] = list(frames)
+            self.turns.forget(ticket)
         else:
             self._keep_dropped(ticket)
         return result
@@ -133,13 +135,14 @@ class ExperienceStore:
         return result
 
     def fetch_partial(self, replica: str, ticket: int, attempt: int) -> Sequence[Frame] | None:
-        """Return the partial rollouts that this attempt resumes from, None if there are none left."""
-        if not self.ledger.holds_lease(replica, ticket, attempt):
+        """Return the partial rollout that this attempt resumes from, None if there is none left."""
+        is_held = self.ledger.holds_lease(replica, ticket, attempt)
+        partial = self.ledger.state.tickets[ticket].partial if is_held else None
+        if partial is None:
             return None
-        found = self.ledger.state.tickets[ticket]
-        if not found.partial_attempt:
-            return None
-        frames = self._payloads.get(ticket) or self.journal.read(ticket, found.partial_attempt)
+        frames = self.turns.read(ticket, partial.num_records) if partial.num_records else None
+        if not partial.num_records:
+            frames = self._payloads.get(ticket) or self.journal.read(ticket, partial.attempt)
         if frames is None:
             self._lose_partial(ticket)
         return frames
@@ -152,6 +155,7 @@ class ExperienceStore:
         self.counters["lost_partials"] += 1
         self.ledger.lose_partial(ticket)
         self._payloads.pop(ticket, None)
+        self.turns.forget(ticket)
         self.journal.release(ticket)
         state = self.ledger.state
         for numbers in (state.freed, state.released):
@@ -297,6 +301,7 @@ class ExperienceStore:
             self._release_old_dropped()
         for ticket in state.freed:
             self._payloads.pop(ticket, None)
+            self.turns.forget(ticket)
         for ticket in state.released:
             if self._is_kept_dropped(ticket):
                 self._keep_dropped(ticket)
@@ -332,13 +337,18 @@ class ExperienceStore:
             if ticket.state in (State.STORED, State.RESERVED):
                 if not self._ensure_journalled(ticket.id, ticket.attempt):
                     self._lose(ticket.id)
-            elif ticket.partial_attempt and not self._ensure_journalled(ticket.id, ticket.partial_attempt):
+            elif ticket.partial is not None and not self._holds_partial(ticket):
                 self._lose_partial(ticket.id)
         self._let_go()
         is_done = self.journal.begin_anew(self.ledger.state.as_snapshot())
         if is_done:
             self.ledger.drain_events()  # the snapshot holds them already
         return is_done
+
+    def _holds_partial(self, ticket: Ticket) -> bool:
+        if ticket.partial is not None and ticket.partial.num_records:
+            return self.turns.are_journalled(ticket.id, ticket.partial.num_records)
+        return self._ensure_journalled(ticket.id, ticket.partial_attempt)  # of a draining replica
 
     def _ensure_journalled(self, ticket: int, attempt: int) -> bool:
         frames = self._payloads.get(ticket)
@@ -362,3 +372,56 @@ def _check_samples(group: Outline, is_partial: bool) -> None:
             raise WireError(
                 f"ticket {group.ticket}, sample {sample}: no sampled token, or a loss mask beyond 0 and 1"
             )
+
+
+class TurnRecords:
+    """Records of turns: in the journal, and in memory as far as this process has had them."""
+
+    def __init__(self, ledger: Ledger, journal: Journal) -> None:
+        self._ledger, self._journal = ledger, journal
+        self._kept: dict[int, list[Frame]] = {}
+
+    def store(
+        self, replica: str, key: tuple[int, int, int], versions: tuple[int, int], frames: Sequence[Frame]
+    ) -> str:
+        """Take in a record of finished turns; return `stored`, `duplicate`, `full` or `late`.
+
+        Args:
+            key: (ticket, attempt, number).
+
+        Raises:
+            LedgerError: As of the ledger's `store_turns`. WireError: It is not one frame.
+        """
+        ticket, _, number = key
+        if len(frames) != 1:
+            raise WireError(f"ticket {ticket}: a record of turns is one frame, not {len(frames)}")
+        result = self._ledger.store_turns(replica, *key, len(frames[0]) + HEADER_BYTES, versions)
+        if result == "stored":
+            self._journal.append(ticket, TURNS_FROM + number, frames)
+            kept = self._kept.setdefault(ticket, [])
+            del kept[number - 1 :]
+            if len(kept) == number - 1:  # else `read` has to come first
+                kept.append(frames[0])
+        return result
+
+    def read(self, ticket: int, num_records: int) -> Sequence[Frame] | None:
+        """Return a ticket's records, None if one is missing or damaged."""
+        if len(self._kept.get(ticket, ())) != num_records:
+            read = [self._journal.read(ticket, TURNS_FROM + number) for number in range(1, num_records + 1)]
+            found = [record for one in read if one is not None for record in one]
+            if len(found) != num_records:
+                return None
+            self._kept[ticket] = list(found)
+        return self._kept[ticket]
+
+    def are_journalled(self, ticket: int, num_records: int) -> bool:
+        """Tell whether the journal holds all of a ticket's records; it gets those in memory that it lacks."""
+        kept = self._kept.get(ticket, ())
+        for number, record in enumerate(kept if len(kept) == num_records else (), 1):
+            if not self._journal.holds(ticket, TURNS_FROM + number):
+                self._journal.append(ticket, TURNS_FROM + number, [record])
+        return all(self._journal.holds(ticket, TURNS_FROM + number) for number in range(1, num_records + 1))
+
+    def forget(self, ticket: int) -> None:
+        """Leave a ticket's records to the journal, which forgets them with the ticket."""
+        self._kept.pop(ticket, None)

@@ -18,7 +18,7 @@ from asyncrl.core.errors import ConfigError
 from rollout_service.declared import find_definition, is_imported, methods_of, names_in, parse, stand_in
 from rollout_service.environments.adapters.gymnasium_text import GymnasiumText
 from rollout_service.environments.adapters.verifiers_library import VerifiersLibrary
-from rollout_service.environments.protocol import METHODS, Environment, EnvironmentFactory
+from rollout_service.environments.protocol import METHODS, Environment, EnvironmentFactory, is_restorable
 from rollout_service.environments.tools.tool_use import ToolUse
 from rollout_service.user_file import import_file
 
@@ -29,17 +29,18 @@ class BuiltIn:
 
     Attributes:
         make: Takes the arguments of the configuration.
-        opens: As of `Episodes`.
+        opens, is_restorable: As of `Episodes`.
         needs_library: Whether `make` imports a library, which a check of the arguments does without.
     """
 
     make: Callable[..., EnvironmentFactory]
     opens: bool = False
+    is_restorable: bool = False
     needs_library: bool = False
 
 
 BUILT_IN = {
-    "tools": BuiltIn(ToolUse),
+    "tools": BuiltIn(ToolUse, is_restorable=True),
     "gymnasium": BuiltIn(GymnasiumText, opens=True, needs_library=True),
     "verifiers": BuiltIn(VerifiersLibrary, needs_library=True),
 }
@@ -59,6 +60,7 @@ class Episodes:
         tools: JSON schemas of functions that chats describe to the model.
         opens: Whether an episode may begin with an observation. Chats are then tokenised without the
             beginning of an answer (`conversation.without_answer`): the opening comes before it.
+        is_restorable: An episode can go on from its recorded turns elsewhere.
     """
 
     make: EnvironmentFactory
@@ -66,6 +68,7 @@ class Episodes:
     roles: Sequence[str] = ("user",)
     tools: Sequence[Mapping[str, object]] = ()
     opens: bool = False
+    is_restorable: bool = False
 
 
 def load_environment(environment: EnvironmentSection, folder: Path = Path()) -> Episodes:
@@ -79,18 +82,20 @@ def load_environment(environment: EnvironmentSection, folder: Path = Path()) -> 
         _bind(name, arguments)
         make: EnvironmentFactory = BUILT_IN[name].make(**arguments)
         named: object = make
-        opens = BUILT_IN[name].opens
+        opens, restores = BUILT_IN[name].opens, BUILT_IN[name].is_restorable
     else:
         named = cls = _find_class(name, folder)
         _check_arguments(name, cls, arguments)
         make = functools.partial(cls, **arguments)
         opens = getattr(cls, "start", Environment.start) is not Environment.start
+        restores = is_restorable(cls)
     return Episodes(
         make,
         environment.max_turns,
         getattr(named, "roles", ("user",)),
         getattr(named, "tools", ()),
         opens=opens,
+        is_restorable=restores,
     )
 
 

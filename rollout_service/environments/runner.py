@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -21,12 +20,21 @@ from asyncrl.core.experience import Trajectory, check_reward
 from rollout_service.data.prompts import TokenizedPrompt
 from rollout_service.engine.protocol import Completion, Engine, Sampling
 from rollout_service.environments.conversation import ChatTemplate, PlainText, Voice
-from rollout_service.environments.protocol import Environment, EnvironmentFailed, Observation, Step
+from rollout_service.environments.protocol import (
+    Environment,
+    EnvironmentFailed,
+    NotRestored,
+    Observation,
+    Step,
+)
 from rollout_service.environments.registry import Episodes
-from rollout_service.environments.transcript import Transcript, turn_seed
+from rollout_service.environments.tools.calling import Calls
+from rollout_service.environments.transcript import Transcript
+from rollout_service.environments.turns import Turns
 from rollout_service.rewards.score import Answer, Reward, RewardError, Score, checked_number
 from rollout_service.rewards.shaping import Overlong
 from rollout_service.sampling.episode import EpisodeRunner, SingleTurn
+from rollout_service.sampling.turn_journal import EpisodeRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,20 +96,22 @@ class MultiTurn:
         prompt: TokenizedPrompt,
         sampling: Sampling,
         episode_id: str,
-        partial: Trajectory | None = None,
+        partial: Trajectory | EpisodeRecord | None = None,
     ) -> Trajectory:
-        """Run one episode. An environment cannot go on elsewhere, so `partial` is not used.
+        """Run one episode, from its recorded turns on. A beginning without a record is not used.
 
         Raises:
             EngineError: A turn failed.
+            LeaseLost: Another attempt has the ticket.
             RewardError: The environment or the reward failed.
         """
-        transcript = Transcript(prompt.token_ids.tolist(), sampling.max_tokens)
+        record = partial if isinstance(partial, EpisodeRecord) else EpisodeRecord(_key_of(episode_id), None)
         try:
-            answer, given = await self._play(prompt, sampling, transcript, episode_id)
+            played = await self._play_recorded(prompt, sampling, episode_id, record)
         except EnvironmentFailed as error:
             self._reward.note_failed(error)
             raise
+        transcript, answer, given = played
         if given is not None:
             self._reward.note_scored(given)
         score = await self._reward.score(answer) if given is None else given
@@ -110,41 +120,57 @@ class MultiTurn:
             reward = self._overlong.shape(reward, transcript.num_tokens)
         return transcript.trajectory(score, reward, answer.finish_reason)
 
-    async def _play(
-        self, prompt: TokenizedPrompt, sampling: Sampling, transcript: Transcript, episode_id: str
-    ) -> tuple[Answer, Score | None]:
-        """Return the last answer, and the environment's own score if it gives one."""
-        environment = self._make(prompt, sampling)
+    async def _play_recorded(
+        self, prompt: TokenizedPrompt, sampling: Sampling, episode_id: str, record: EpisodeRecord
+    ) -> tuple[Transcript, Answer, Score | None]:
         try:
-            said, finish_reason = await self._converse(environment, prompt, sampling, transcript, episode_id)
+            return await self._play(prompt, sampling, episode_id, record)
+        except NotRestored as error:
+            if any(turn.begun for turn in record.turns):
+                raise  # its calls must not be made again
+            log.warning("episode %s begins anew: %s", episode_id, error)
+            record.forget()
+            return await self._play(prompt, sampling, episode_id, record)
+
+    async def _play(
+        self, prompt: TokenizedPrompt, sampling: Sampling, episode_id: str, record: EpisodeRecord
+    ) -> tuple[Transcript, Answer, Score | None]:
+        """Return the tokens, the last answer, and the environment's own score if it gives one."""
+        transcript = Transcript(prompt.token_ids.tolist(), sampling.max_tokens)
+        environment = self._make(prompt, sampling)
+        if self._episodes.is_restorable:
+            environment.calls = Calls(record)
+        try:
+            turns = Turns(self._engine, sampling, transcript, episode_id, record)
+            said, finish_reason = await self._converse(environment, prompt, turns)
+            await record.flush()
             given = _as_score(await _guarded(environment.score))
         except BaseException:
             await _close_ended(environment)
             raise
         await _guarded(environment.close)
-        return Answer(prompt.prompt, said, finish_reason, transcript.num_tokens), given
+        return transcript, Answer(prompt.prompt, said, finish_reason, transcript.num_tokens), given
 
     async def _converse(
-        self,
-        environment: Environment,
-        prompt: TokenizedPrompt,
-        sampling: Sampling,
-        transcript: Transcript,
-        episode_id: str,
+        self, environment: Environment, prompt: TokenizedPrompt, turns: Turns
     ) -> tuple[str, str]:
         """Speak in turn to the end; return the model's last answer and the reason of the end."""
-        voice = self._voice(prompt)
+        voice, transcript, record = self._voice(prompt), turns.transcript, turns.record
         first = await _guarded(environment.start)
         opening = self._opening_ids(voice, first)
         if len(opening) >= transcript.num_left:
             raise EnvironmentFailed(f"the first observation has {len(opening)} tokens, over the limit")
         transcript.observe(opening)
+        if record.turns:
+            await turns.take_up(first)
+            done = [(self._decode(one.completion), one.step) for one in record.turns if one.step is not None]
+            await _guarded(environment.restore, done)
         while True:
-            completion = await self._take_turn(sampling, transcript, episode_id)
+            completion = await turns.take(first)
             said = self._decode(completion)
             if completion.finish_reason == "length":
                 return said, "length"
-            step = _checked(await _guarded(environment.step, said))
+            step = turns.recorded_step or _checked(await _guarded(environment.step, said))
             if step.is_done:
                 return said, "done"
             if transcript.num_turns == self._episodes.max_turns:
@@ -153,19 +179,13 @@ class MultiTurn:
             if len(told) >= transcript.num_left:
                 return said, "length"
             transcript.observe(told)
+            if turns.recorded_step is None:
+                record.step(step)
 
     def _opening_ids(self, voice: Voice, observation: Observation) -> list[int]:
         if self._episodes.opens:
             return _told_ids(voice.opening_ids, observation or "")
         return _told_ids(partial(voice.observation_ids, []), observation) if observation else []
-
-    async def _take_turn(self, sampling: Sampling, transcript: Transcript, episode_id: str) -> Completion:
-        turn = transcript.num_turns
-        own = replace(sampling, max_tokens=transcript.num_left, seed=turn_seed(sampling.seed, turn))
-        request_id = f"{episode_id}.turn{turn}" if turn else episode_id
-        completion = await self._engine.generate(transcript.next_prompt(), own, request_id)
-        transcript.say(completion)
-        return completion
 
     def _make(self, prompt: TokenizedPrompt, sampling: Sampling) -> Environment:
         try:
@@ -203,6 +223,15 @@ def build_runner(
         return SingleTurn(engine, tokenizer, reward, overlong)
     has_chats = any(not isinstance(prompt.prompt.content, str) for prompt in prompts)
     return MultiTurn(engine, tokenizer, episodes, reward, has_chats, overlong)
+
+
+def _key_of(episode_id: str) -> tuple[int, int, int] | None:
+    """Return (ticket, attempt, sample) of an episode of training."""
+    parts = episode_id.split(".")
+    if len(parts) != 3 or not all(map(str.isdecimal, parts)):
+        return None
+    ticket, attempt, sample = map(int, parts)
+    return ticket, attempt, sample
 
 
 async def _guarded(method: Callable[..., Awaitable[T]], *arguments: object) -> T:

@@ -228,7 +228,7 @@ class SessionManager:
             overridden=dict(self.overridden),
         )
 
-    async def run(self, grant: LeaseGrant, partial: Group | None = None) -> Group:
+    async def run(self, grant: LeaseGrant, partial: object = None) -> Group:
         """Let agents generate the grant's group, and return it. The same seam as `GroupRunner.run`.
 
         `partial` is not used: an agent's own state is not among the tokens.

@@ -26,6 +26,7 @@ from rollout_service.replica.lifecycle import Lifecycle
 from rollout_service.replica.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica.states import State
 from rollout_service.rewards.score import RewardError, RewardsFailed
+from rollout_service.sampling.turn_journal import LeaseLost, TurnJournal
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +80,18 @@ class GroupTasks:
     async def _run(self, grant: LeaseGrant) -> None:
         runner, buffer = self._parts.runner, self._parts.buffer
         try:
-            partial = await self._fetch_partial(grant) if grant.partial_attempt else None
+            if self._settings.records_turns:
+                partial: Group | TurnJournal | None = await self._open_journal(grant)
+            else:
+                partial = await self._fetch_partial(grant) if grant.partial_attempt else None
             group = await runner.run(grant, partial)
         except (EngineDied, RewardsFailed):
             raise  # the replica cannot go on
+        except LeaseLost as error:
+            self._lifecycle.counters["groups_lost"] += 1
+            log.warning("group %d, attempt %d ended: %s", grant.ticket, grant.attempt, error)
+            self._in_flight.pop(grant.key, None)
+            return
         except AsyncrlError as error:
             if isinstance(error, Interrupted) and self._lifecycle.state is State.DRAINING:
                 return  # nothing to hand back but the lease: the farewell does
@@ -102,6 +111,23 @@ class GroupTasks:
             await self._lifecycle.note("push_errors", error)
         self._in_flight.pop(grant.key, None)  # done: a drain must not release it
 
+    async def _open_journal(self, grant: LeaseGrant) -> TurnJournal:
+        """Return the journal of the group's turns, with what earlier attempts recorded."""
+        buffer, counters = self._parts.buffer, self._lifecycle.counters
+
+        async def send(number: int, versions: tuple[int, int], record: bytes) -> str:
+            result = await self._lifecycle.repeat(
+                lambda: buffer.push_turns(*grant.key, number, versions, record)
+            )
+            counters[f"turns/{result}"] += 1
+            return result
+
+        past = None
+        if grant.partial_attempt:  # without it, none may be added
+            past = await self._lifecycle.repeat(lambda: buffer.fetch_partial(*grant.key))
+            counters["groups_resumed"] += isinstance(past, list)
+        return TurnJournal(*grant.key, send, past if isinstance(past, list) else ())
+
     async def _fetch_partial(self, grant: LeaseGrant) -> Group | None:
         """Return what an earlier attempt left. Without it, the group starts from its prompt."""
         buffer = self._parts.buffer
@@ -110,7 +136,7 @@ class GroupTasks:
         except AsyncrlError as error:
             await self._lifecycle.note("partials_unread", error)
             return None
-        if partial is None or not self._parts.runner.fits(grant, partial):
+        if not isinstance(partial, Group) or not self._parts.runner.fits(grant, partial):
             self._lifecycle.counters["partials_unfit"] += 1
             return None
         self._lifecycle.counters["groups_resumed"] += 1

@@ -47,12 +47,14 @@ class ReplicaSettings:
         lease_s: Lease time; see `asyncrl.buffer.rules.replica.renewal_interval_s`.
         start_deadline_s: Time limit of the buffer's first answer.
         resumes_partial: A drain hands the tokens of unfinished groups back, for another replica.
+        records_turns: Episodes record their turns at the buffer instead, as they finish them.
     """
 
     max_groups: int
     lease_s: float
     start_deadline_s: float
     resumes_partial: bool = False
+    records_turns: bool = False
 
 
 @dataclass(frozen=True)

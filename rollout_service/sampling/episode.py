@@ -19,6 +19,7 @@ from rollout_service.engine.protocol import Completion, Engine, Interrupted, Sam
 from rollout_service.rewards.score import Answer, Reward
 from rollout_service.rewards.shaping import Overlong
 from rollout_service.sampling import partial_rollout
+from rollout_service.sampling.turn_journal import EpisodeRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,12 +42,13 @@ class EpisodeRunner(Protocol):
         prompt: TokenizedPrompt,
         sampling: Sampling,
         episode_id: str,
-        partial: Trajectory | None = None,
+        partial: Trajectory | EpisodeRecord | None = None,
     ) -> Trajectory:
         """Run one episode.
 
         Args:
-            partial: Its beginning by an earlier attempt. A runner may begin anew all the same.
+            partial: Its beginning by an earlier attempt, or where it records its turns. A runner may begin
+                anew all the same.
 
         Raises:
             AsyncrlError: It cannot be trained on.
@@ -75,9 +77,10 @@ class SingleTurn:
         prompt: TokenizedPrompt,
         sampling: Sampling,
         episode_id: str,
-        partial: Trajectory | None = None,
+        partial: Trajectory | EpisodeRecord | None = None,
     ) -> Trajectory:
         """Sample a response, score it and return the trajectory. Raises EngineError, RewardError."""
+        assert not isinstance(partial, EpisodeRecord), "episodes of several turns are recorded"
         completion = await self._complete(prompt, sampling, episode_id, partial)
         score = await self._reward.score(self._answer(prompt, completion))
         reward = score.value

@@ -27,6 +27,7 @@ from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.engine.protocol import Interrupted, Sampling
 from rollout_service.sampling import partial_rollout
 from rollout_service.sampling.episode import EpisodeRunner, Unfinished
+from rollout_service.sampling.turn_journal import EpisodeRecord, TurnJournal
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,15 @@ class GroupRunner:
         num_unfinished = num_held * per_group - self._num_ended.total()
         return count_free_groups(max_groups, per_group, num_unfinished)
 
-    async def run(self, grant: LeaseGrant, partial: Group | None = None) -> Group:
+    async def run(self, grant: LeaseGrant, partial: Group | TurnJournal | None = None) -> Group:
         """Return the grant's group; `is_complete` tells whether it may be pushed whole, or only as partial.
 
         Args:
             partial: Partial group of an earlier attempt, if it `fits`: whole samples stay, others continue.
+                Or the journal of its turns: each sample goes on from there, and records its own.
 
         Raises:
-            Interrupted: The engine was interrupted before there was a token to keep.
+            Interrupted: The engine was interrupted before there was a token to keep that is not recorded.
             AsyncrlError: Of the first episode that fails; it ends the others.
             WireError: Its samples have more parts of a reward than a group may have.
         """
@@ -102,9 +104,12 @@ class GroupRunner:
             raise failures[0]
         trajectories = [task.result() for task in tasks]
         check_reward(0.0, {}, {name for one in trajectories for name in one.reward_parts})
-        if not any(trajectory.num_tokens for trajectory in trajectories):
+        is_recorded = isinstance(partial, TurnJournal) and any(
+            one.finish_reason == UNFINISHED for one in trajectories
+        )
+        if is_recorded or not any(trajectory.num_tokens for trajectory in trajectories):
             raise Interrupted(f"ticket {grant.ticket} was not begun", completion=partial_rollout.NOTHING)
-        baseline_reward = None if partial is None else partial.baseline_reward
+        baseline_reward = partial.baseline_reward if isinstance(partial, Group) else None
         if len(trajectories) > self._settings.group_size:
             greedy = trajectories.pop()
             baseline_reward = None if greedy.finish_reason == UNFINISHED else greedy.reward
@@ -119,16 +124,22 @@ class GroupRunner:
         is_ours = partial.prompt_ids.tolist() == self._prompts.at(grant.index).token_ids.tolist()
         return is_ours and len(partial.trajectories) == self._settings.group_size
 
-    def _begun(self, partial: Group | None) -> Sequence[Trajectory | None]:
+    def _begun(self, partial: Group | TurnJournal | None) -> Sequence[Trajectory | EpisodeRecord | None]:
         """Return what is there of each sample to run; the greedy one is left out once its reward is known."""
         settings = self._settings
+        if isinstance(partial, TurnJournal):
+            return [partial.episode(sample) for sample in range(settings.num_samples)]
         if partial is None:
             return [None] * settings.num_samples
         is_greedy_left = settings.has_greedy and partial.baseline_reward is None
         return [*partial.trajectories, *[None] * is_greedy_left]
 
     async def _run_sample(
-        self, grant: LeaseGrant, prompt: TokenizedPrompt, sample: int, begun: Trajectory | None
+        self,
+        grant: LeaseGrant,
+        prompt: TokenizedPrompt,
+        sample: int,
+        begun: Trajectory | EpisodeRecord | None,
     ) -> Trajectory:
         try:
             trajectory = await self._sample(grant, prompt, sample, begun)
@@ -139,9 +150,13 @@ class GroupRunner:
             self.on_end()
 
     async def _sample(
-        self, grant: LeaseGrant, prompt: TokenizedPrompt, sample: int, begun: Trajectory | None
+        self,
+        grant: LeaseGrant,
+        prompt: TokenizedPrompt,
+        sample: int,
+        begun: Trajectory | EpisodeRecord | None,
     ) -> Trajectory:
-        if begun is not None and begun.finish_reason != UNFINISHED:
+        if isinstance(begun, Trajectory) and begun.finish_reason != UNFINISHED:
             return begun
         episode_id = f"{grant.ticket}.{grant.attempt}.{sample}"
         try:

@@ -23,6 +23,8 @@ MAGIC = b"AXP1"
 _FIELDS = struct.Struct("<4sQIQQ")
 _DIGEST = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _DIGEST.size
+TURNS_FROM = 1 << 24
+"""Attempt under which a ticket's first record of turns is stored, the next ones above; groups are below."""
 
 
 @dataclass(frozen=True, slots=True)

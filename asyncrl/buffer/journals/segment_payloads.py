@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.buffer.journals.kind import NUM_NEWEST, PayloadKey
-from asyncrl.buffer.journals.records import HEADER_BYTES, read_frames, read_group, read_header
+from asyncrl.buffer.journals.records import HEADER_BYTES, TURNS_FROM, read_frames, read_group, read_header
 from asyncrl.buffer.journals.segments import scan_records
 from asyncrl.core.experience import Group
 from asyncrl.core.wire import Frame
@@ -60,7 +60,8 @@ class SegmentPayloads:
         with path.open("rb", buffering=0) as file:
             while (header := read_header(os.pread(file.fileno(), HEADER_BYTES, self._offset))) is not None:
                 num_bytes = HEADER_BYTES + header.body_bytes
-                self._places.append((path, self._offset, num_bytes, header.ticket, header.attempt))
+                if header.attempt < TURNS_FROM:
+                    self._places.append((path, self._offset, num_bytes, header.ticket, header.attempt))
                 self._offset += num_bytes
 
     def _read(self, path: Path, offset: int, num_bytes: int, ticket: int, attempt: int) -> Group | None:

@@ -103,6 +103,15 @@ class PartialStored(NamedTuple):
     versions: tuple[int, int]
 
 
+class TurnsStored(NamedTuple):
+    """Record `number` of the turns that a leased attempt has finished; a later attempt may go on after it."""
+
+    ticket: int
+    number: int
+    num_bytes: int
+    versions: tuple[int, int]
+
+
 class PartialDropped(NamedTuple):
     """A partial rollout is over age, or its payload is lost: the ticket is generated from its start."""
 
@@ -189,6 +198,7 @@ Event = (
     | Stored
     | Reissued
     | PartialStored
+    | TurnsStored
     | PartialDropped
     | Dropped
     | Reserved

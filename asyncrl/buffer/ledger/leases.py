@@ -25,12 +25,15 @@ from asyncrl.buffer.ledger.tickets import (
     Reissue,
     State,
     Ticket,
+    with_record,
 )
 from asyncrl.core.errors import DataError, LedgerError
 from asyncrl.core.staleness import is_admissible, max_open_tickets
 
 MAX_SOURCES = 64
 """Of one run's prompts."""
+MAX_RECORDS = 1 << 16
+"""Of the turns of one ticket's samples."""
 
 
 class ReplicaCommands:
@@ -116,7 +119,7 @@ class ReplicaCommands:
             if position is None:
                 break
             ticket = self.state.tickets[self.state.issued_heap[0]]
-            if ticket.partial is not None and not self._may_go_on(ticket.partial, position):
+            if ticket.partial is not None and not _may_go_on(self.state, ticket.partial, position):
                 self._emit(ev.PartialDropped(ticket.id, PartialLoss.STALE.value))
             self._emit(ev.Leased(ticket.id, replica, now + self.settings.lease_s, position, version))
             grants.append(self._grant(ticket))
@@ -151,11 +154,6 @@ class ReplicaCommands:
         if not state.issued_heap:
             self._issue_new(position)
         return position
-
-    def _may_go_on(self, partial: PartialRollout, position: int) -> bool:
-        """Apply rule (b) to a partial rollout."""
-        oldest = self.state.versions.lowest_step(partial.versions)
-        return is_admissible(position, self.settings.groups_per_step, oldest, self.settings.max_lag)
 
     def _may_issue(self) -> bool:
         settings, state = self.settings, self.state
@@ -248,8 +246,8 @@ class ReplicaCommands:
         Raises:
             LedgerError: The ticket is not leased, or a version was never registered.
         """
-        self._leased(ticket)
-        self._check_payload(num_bytes, versions)
+        _check_leased(self.state, ticket)
+        _check_payload(self.state, num_bytes, versions)
         self._emit(ev.Stored(ticket, num_tokens, num_bytes, versions))
         if self.settings.policy == "drop":
             self._unjudged.append(ticket)
@@ -273,14 +271,39 @@ class ReplicaCommands:
         """
         if not self.holds_lease(replica, ticket, attempt):
             return "late"
-        self._check_payload(num_bytes, versions)
-        state, settings = self.state, self.settings
-        before = state.tickets[ticket].partial
-        others = state.partial_bytes - (before.num_bytes if before is not None else 0)
-        if others + num_bytes > settings.memory_bytes - settings.needed_bytes:
-            self._give_back(state.tickets[ticket], Reissue.RELEASED)
+        _check_payload(self.state, num_bytes, versions)
+        found = self.state.tickets[ticket]
+        if not _has_room(self.state, found, num_bytes):
+            self._give_back(found, Reissue.RELEASED)
             return "released"
         self._emit(ev.PartialStored(ticket, num_tokens, num_bytes, versions))
+        return "stored"
+
+    def store_turns(
+        self, replica: str, ticket: int, attempt: int, number: int, num_bytes: int, versions: tuple[int, int]
+    ) -> str:
+        """Keep one more record of the turns that a leased attempt has finished, for those after it.
+
+        Returns:
+            `stored`; `duplicate`, if it is there; `full`, if it finds no room; or `late`.
+
+        Raises:
+            LedgerError: A version was never registered, or the record does not follow the last one.
+        """
+        if not self.holds_lease(replica, ticket, attempt):
+            return "late"
+        found = self.state.tickets[ticket]
+        num_records = found.partial.num_records if found.partial is not None else 0
+        if number <= num_records and found.partial_attempt == attempt:
+            return "duplicate"
+        if number != num_records + 1:
+            raise LedgerError(f"record {number} of ticket {ticket} does not follow record {num_records}")
+        whole = with_record(found, number, num_bytes, versions).num_bytes
+        is_too_much = number > MAX_RECORDS or whole > self.settings.max_group_bytes
+        if is_too_much or not _has_room(self.state, found, whole):
+            return "full"
+        _check_payload(self.state, num_bytes, versions)
+        self._emit(ev.TurnsStored(ticket, number, num_bytes, versions))
         return "stored"
 
     def lose_partial(self, ticket: int) -> None:
@@ -290,20 +313,14 @@ class ReplicaCommands:
             raise LedgerError(f"ticket {ticket} has no partial rollout")
         self._emit(ev.PartialDropped(ticket, PartialLoss.LOST.value))
 
-    def _check_payload(self, num_bytes: int, versions: tuple[int, int]) -> None:
-        assert num_bytes <= self.settings.max_group_bytes, "checked where groups come in"
-        for number in versions:
-            if number not in self.state.versions:
-                raise LedgerError(f"version {number} was never registered")
-
     def drop_zero_variance(self, ticket: int) -> None:
         """Drop an accepted group whose rewards are all equal; its prompt is given up."""
-        self._leased(ticket)
+        _check_leased(self.state, ticket)
         self._emit(ev.Dropped(ticket, DropReason.ZERO_VARIANCE.value, True))
 
     def drop_masked(self, ticket: int) -> None:
         """Drop an accepted group of which no token may be trained; its prompt is given up."""
-        self._leased(ticket)
+        _check_leased(self.state, ticket)
         self._emit(ev.Dropped(ticket, DropReason.MASKED.value, True))
 
     def fail(self, replica: str, ticket: int, attempt: int) -> bool:
@@ -378,12 +395,6 @@ class ReplicaCommands:
         self._emit(ev.Reissued(ticket, Reissue.LOST.value))
         self._judge_all_again()
 
-    def _leased(self, ticket: int) -> Ticket:
-        found = self.state.tickets.get(ticket)
-        if found is None or found.state is not State.LEASED:
-            raise LedgerError(f"ticket {ticket} is not leased")
-        return found
-
     def _give_back(self, ticket: Ticket, reason: Reissue) -> None:
         limit = self.settings.max_attempts
         has_failed = reason is Reissue.FAILED and ticket.num_failures + 1 >= limit
@@ -393,6 +404,32 @@ class ReplicaCommands:
             self._emit(ev.Dropped(ticket.id, DropReason.POISON.value, True))
         else:
             self._emit(ev.Reissued(ticket.id, reason.value))
+
+
+def _check_leased(state: LedgerState, ticket: int) -> None:
+    found = state.tickets.get(ticket)
+    if found is None or found.state is not State.LEASED:
+        raise LedgerError(f"ticket {ticket} is not leased")
+
+
+def _check_payload(state: LedgerState, num_bytes: int, versions: tuple[int, int]) -> None:
+    assert num_bytes <= state.settings.max_group_bytes, "checked where groups come in"
+    for number in versions:
+        if number not in state.versions:
+            raise LedgerError(f"version {number} was never registered")
+
+
+def _may_go_on(state: LedgerState, partial: PartialRollout, position: int) -> bool:
+    """Apply rule (b) to a partial rollout."""
+    oldest, settings = state.versions.lowest_step(partial.versions), state.settings
+    return is_admissible(position, settings.groups_per_step, oldest, settings.max_lag)
+
+
+def _has_room(state: LedgerState, ticket: Ticket, num_bytes: int) -> bool:
+    """Tell whether a partial rollout, in place of the ticket's present one, fits beside whole groups."""
+    before, settings = ticket.partial, state.settings
+    others = state.partial_bytes - (before.num_bytes if before is not None else 0)
+    return others + num_bytes <= settings.memory_bytes - settings.needed_bytes
 
 
 def _check_sources(num_prompts: int, sources: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

@@ -100,7 +100,8 @@ def _write_ticket(ticket: Ticket) -> list[object]:
     row[_REASON_AT] = ticket.reason and ticket.reason.value
     row[_VERSIONS_AT] = list(ticket.versions)
     if ticket.partial is not None:
-        row[_PARTIAL_AT] = [*ticket.partial[:3], list(ticket.partial.versions)]
+        *sizes, versions, num_records = ticket.partial
+        row[_PARTIAL_AT] = [*sizes, list(versions), *([num_records] if num_records else [])]
     return row
 
 
@@ -175,8 +176,8 @@ def _read_ticket(row: list[Any]) -> Ticket:
     row[_REASON_AT] = row[_REASON_AT] and DropReason(OLD_REASONS.get(row[_REASON_AT], row[_REASON_AT]))
     row[_VERSIONS_AT] = tuple(row[_VERSIONS_AT])
     if row[_PARTIAL_AT] is not None:
-        attempt, num_tokens, num_bytes, versions = row[_PARTIAL_AT]
-        row[_PARTIAL_AT] = PartialRollout(attempt, num_tokens, num_bytes, tuple(versions))
+        attempt, num_tokens, num_bytes, versions, *records = row[_PARTIAL_AT]
+        row[_PARTIAL_AT] = PartialRollout(attempt, num_tokens, num_bytes, tuple(versions), *records)
     return Ticket(*row)
 
 

@@ -26,6 +26,7 @@ from asyncrl.buffer.ledger.tickets import (
     Ticket,
     finish_evaluation,
     leave_parts,
+    with_record,
 )
 from asyncrl.core.metrics.tallies import Tally
 
@@ -55,7 +56,8 @@ class LedgerState(Facts):
             ev.Stored: self._store,
             ev.Reissued: self._reissue,
             ev.PartialStored: self._store_partial,
-            ev.PartialDropped: self._drop_partial,
+            ev.TurnsStored: self._store_turns,
+            ev.PartialDropped: lambda event: self._let_partial_go(self.tickets[event.ticket]),
             ev.Dropped: self._drop,
             ev.Reserved: self._reserve,
             ev.Trained: self._train,
@@ -257,7 +259,7 @@ class LedgerState(Facts):
         ticket = self.tickets[event.ticket]
         self._end_lease(ticket)
         _, ticket.num_tokens, ticket.num_bytes, ticket.versions = event
-        self._forget_partial(ticket)
+        self._set_partial(ticket, None)
         ticket.is_held = True
         self.held_bytes += ticket.num_bytes
         self.held_tokens += ticket.num_tokens
@@ -277,31 +279,30 @@ class LedgerState(Facts):
     def _store_partial(self, event: ev.PartialStored) -> None:
         ticket = self.tickets[event.ticket]
         self._end_lease(ticket)
-        self._forget_partial(ticket)
-        ticket.partial = PartialRollout(ticket.attempt, event.num_tokens, event.num_bytes, event.versions)
-        self.partial_bytes += event.num_bytes
-        self.held_bytes += event.num_bytes
+        self._set_partial(ticket, PartialRollout(ticket.attempt, *event[1:]))
         self.reissues[Reissue.PARTIAL.value] += 1
         ticket.attempt += 1
         self._move(ticket, State.ISSUED)
         heapq.heappush(self.issued_heap, ticket.id)
 
-    def _drop_partial(self, event: ev.PartialDropped) -> None:
-        self._let_partial_go(self.tickets[event.ticket])
+    def _store_turns(self, event: ev.TurnsStored) -> None:
+        ticket = self.tickets[event.ticket]
+        self._set_partial(ticket, with_record(ticket, *event[1:]))
 
     def _let_partial_go(self, ticket: Ticket) -> None:
         """Forget a partial rollout and its payload."""
         if ticket.partial is not None:
-            self._forget_partial(ticket)
+            self._set_partial(ticket, None)
             self.freed.append(ticket.id)
             self.released.append(ticket.id)
 
-    def _forget_partial(self, ticket: Ticket) -> None:
-        """Forget a partial rollout; a payload of the same ticket takes its payload's place."""
-        if ticket.partial is not None:
-            self.partial_bytes -= ticket.partial.num_bytes
-            self.held_bytes -= ticket.partial.num_bytes
-            ticket.partial = None
+    def _set_partial(self, ticket: Ticket, partial: PartialRollout | None) -> None:
+        """Note a partial rollout in place of the one before; a whole group takes its payload's place."""
+        before = ticket.partial.num_bytes if ticket.partial is not None else 0
+        change = (partial.num_bytes if partial is not None else 0) - before
+        self.partial_bytes += change
+        self.held_bytes += change
+        ticket.partial = partial
 
     def _drop(self, event: ev.Dropped) -> None:
         ticket = self.tickets[event.ticket]

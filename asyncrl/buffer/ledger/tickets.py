@@ -74,16 +74,18 @@ LOST_LEASE_REASONS = (Reissue.EXPIRED, Reissue.DEREGISTERED)
 
 
 class PartialRollout(NamedTuple):
-    """Partial work of a draining replica; it counts against memory.
+    """Partial work that a later attempt goes on from; it counts against memory.
 
     Attributes:
-        attempt: The one that made it. versions: The lowest and highest number that sampled it.
+        attempt: The last one that added to it. versions: The lowest and highest number that sampled it.
+        num_records: Records of finished turns that make it up; 0 for a group of a draining replica.
     """
 
     attempt: int
     num_tokens: int
     num_bytes: int
     versions: tuple[int, int]
+    num_records: int = 0
 
 
 @dataclass(slots=True)
@@ -289,6 +291,15 @@ class LedgerSettings:
                 f"{self.groups_per_step} groups of up to {self.max_group_bytes} bytes",
                 hint=f"Set buffer.memory_bytes to at least {needed}",
             )
+
+
+def with_record(ticket: Ticket, number: int, num_bytes: int, versions: tuple[int, int]) -> PartialRollout:
+    """Return a ticket's partial rollout with record `number` of its turns; the first one replaces it."""
+    before = ticket.partial
+    if before is not None and number > 1:
+        num_bytes += before.num_bytes
+        versions = min(versions[0], before.versions[0]), max(versions[1], before.versions[1])
+    return PartialRollout(ticket.attempt, 0, num_bytes, versions, number)
 
 
 def leave_parts(parts: dict[int, list[tuple[int, ...]]], ticket: Ticket) -> None:

@@ -105,6 +105,7 @@ class Recount:
             ev.Leased: self._lease,
             ev.Stored: self._store,
             ev.PartialStored: self._store_partial,
+            ev.TurnsStored: self._store_turns,
             ev.Reissued: self._reissue,
             ev.Dropped: self._drop,
             ev.Reserved: self._reserve,
@@ -203,6 +204,9 @@ class Recount:
         row = self._row(event.ticket, ("leased",), "partial")
         if row is not None:
             row.state, row.attempt = "issued", row.attempt + 1
+
+    def _store_turns(self, event: ev.TurnsStored) -> None:
+        self._row(event.ticket, ("leased",), "recorded")
 
     def _reissue(self, event: ev.Reissued) -> None:
         row = self._row(event.ticket, ("leased", "stored", "reserved"), f"issued again ({event.reason})")

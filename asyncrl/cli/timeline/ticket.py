@@ -55,6 +55,7 @@ class Tracer:
             ev.PartialStored: lambda event: self._again(
                 f"came back unfinished: {event.num_tokens} tokens, {_versions(event.versions)}"
             ),
+            ev.TurnsStored: lambda event: f"record {event.number} of its turns: {event.num_bytes} bytes",
             ev.PartialDropped: lambda event: f"its unfinished work is given up ({event.reason})",
             ev.Reissued: lambda event: self._again(f"issued again ({event.reason})"),
             ev.Dropped: self._dropped,

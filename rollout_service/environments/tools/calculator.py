@@ -37,6 +37,7 @@ class Calculator:
     name = "calculator"
     description = "Computes an arithmetic expression with + - * / // % ** and brackets."
     argument = "expression"
+    is_idempotent = True
 
     async def call(self, text: str) -> str:
         return calculate(text)

@@ -41,6 +41,7 @@ class PythonExpression:
     name = "python"
     description = "Evaluates a Python expression: arithmetic, lists, comprehensions, math.*, sum, sorted."
     argument = "expression"
+    is_idempotent = True
 
     def __init__(self, timeout_s: float = 2.0, memory_bytes: int = 256 << 20, processes: int = 2) -> None:
         if timeout_s <= 0 or memory_bytes < MIN_MEMORY_BYTES or processes < 1:

@@ -23,14 +23,21 @@ class Tool(Protocol):
         name: Its name in calls.
         description: For the prompt.
         argument: Name of its one argument, which is text.
+        is_idempotent: The same call made twice counts once: it has no effect, or the tool knows its `key`.
+            Without that, an episode whose replica died inside a call fails.
     """
 
     name: str
     description: str
     argument: str
+    is_idempotent: bool
 
     async def call(self, text: str) -> str:
-        """Return the result. Raises ToolRefused with what the model shall read instead."""
+        """Return the result. A `call` with a parameter `key` gets a `CallKey`, or None in evaluations.
+
+        Raises:
+            ToolRefused: With the text that the model shall read instead.
+        """
 
 
 def schema_of(tool: Tool) -> Mapping[str, object]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncrl.core.config.reading.problems import suggest
 from asyncrl.core.errors import ConfigError
 from rollout_service.environments.protocol import Environment, Step
 from rollout_service.environments.tools.calculator import Calculator
+from rollout_service.environments.tools.calling import CallKey, Calls, Outcome
 from rollout_service.environments.tools.calls import Call, CallFormat, JsonCalls, PatternCalls
 from rollout_service.environments.tools.python_expression import PythonExpression
 from rollout_service.environments.tools.tool import Tool, ToolExhausted, ToolRefused, cut_result, schema_of
+from rollout_service.sampling.turn_journal import EpisodeRecord
 
 if TYPE_CHECKING:
     from rollout_service.data.prompts import Prompt
@@ -73,6 +77,10 @@ class ToolEpisode(Environment):
     def __init__(self, tools: Mapping[str, Tool], call_format: CallFormat) -> None:
         self._tools = tools
         self._format = call_format
+        self.calls: Calls = Calls(EpisodeRecord(None, None))
+
+    async def restore(self, turns: Sequence[tuple[str, Step]]) -> None:
+        """Nothing is kept between turns; results of calls come from `calls`."""
 
     async def step(self, answer: str) -> Step:
         calls = self._format.find(answer)
@@ -87,31 +95,46 @@ class ToolEpisode(Environment):
     async def _answer_all(self, calls: Sequence[Call]) -> list[str]:
         """Return the results up to the call that used up its time, or that of the turn."""
         results: list[str] = []
-        try:
-            async with asyncio.timeout(TURN_DEADLINE_S):
-                for call in calls:
-                    results.append(await self._answer(call))
-        except ToolExhausted as error:
-            results.append(cut_result(f"error: {error}"))
-        except TimeoutError:
-            results.append("error: it took too long")
+        end_s = asyncio.get_running_loop().time() + TURN_DEADLINE_S
+        for index, call in enumerate(calls):
+            tool, text = self._tools.get(call.tool), self._text_of(call)
+            if tool is None or text is None:
+                results.append(f"error: {self._problem_of(call)}")
+                continue
+            make = partial(_call, tool, text, end_s)
+            is_idempotent = getattr(tool, "is_idempotent", False)
+            outcome = await self.calls.make(index, tool.name, make, is_idempotent=is_idempotent)
+            results.append(outcome.text)
+            if outcome.is_last:
+                break
         return results
 
-    async def _answer(self, call: Call) -> str:
+    def _text_of(self, call: Call) -> str | None:
+        tool = self._tools.get(call.tool)
+        text = None if tool is None or call.problem else call.arguments.get(tool.argument)
+        return text if isinstance(text, str) else None
+
+    def _problem_of(self, call: Call) -> str:
         tool = self._tools.get(call.tool)
         if call.problem:
-            return f"error: {call.problem}"
+            return call.problem
         if tool is None:
-            return f"error: there is no tool {call.tool[:40]!a}, only {', '.join(self._tools)}"
-        text = call.arguments.get(tool.argument)
-        if not isinstance(text, str):
-            return f"error: '{tool.name}' needs the text '{tool.argument}'"
-        try:
-            return cut_result(await tool.call(text))
-        except ToolExhausted:
-            raise
-        except ToolRefused as error:
-            return cut_result(f"error: {error}")
+            return f"there is no tool {call.tool[:40]!a}, only {', '.join(self._tools)}"
+        return f"'{tool.name}' needs the text '{tool.argument}'"
+
+
+async def _call(tool: Tool, text: str, end_s: float, key: CallKey | None) -> Outcome:
+    """Make a call within the time of its turn."""
+    more = {"key": key} if "key" in inspect.signature(tool.call).parameters else {}
+    try:
+        async with asyncio.timeout_at(end_s):
+            return Outcome(cut_result(await tool.call(text, **more)))
+    except ToolExhausted as error:
+        return Outcome(cut_result(f"error: {error}"), is_last=True)
+    except ToolRefused as error:
+        return Outcome(cut_result(f"error: {error}"))
+    except TimeoutError:
+        return Outcome("error: it took too long", is_last=True)
 
 
 def _build_tool(name: str, arguments: Mapping[str, object]) -> Tool:

@@ -32,6 +32,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "renew": REPLICA | {"tickets": [[1, 1], [2, 1]]},
     "push": REPLICA | {"ticket": 1, "attempt": 1},
     "push_partial": REPLICA | {"ticket": 2, "attempt": 1},
+    "push_turns": REPLICA | {"ticket": 3, "attempt": 1, "number": 1, "versions": [1, 1]},
     "fetch_partial": REPLICA | {"ticket": 2, "attempt": 2},
     "fail": REPLICA | {"ticket": 1, "attempt": 1, "reason": "timeout"},
     "release": REPLICA | {"tickets": [[3, 1]]},

@@ -161,6 +161,29 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.state.tickets[grant.ticket].partial_attempt == grant.attempt
         assert self.ledger.judge_push(replica, grant.ticket, grant.attempt) != "accepted"
 
+    @rule(data=st.data(), is_large=st.booleans(), is_again=st.sampled_from([False, False, True]))
+    def store_turns(self, data: st.DataObject, is_large: bool, is_again: bool) -> None:
+        drawn = self.draw_handed(data)
+        if drawn is None:
+            return
+        replica, grant, versions = drawn
+        is_held, num_bytes = self.is_held(replica, grant), GROUP_BYTES if is_large else 1
+        ticket = self.state.tickets.get(grant.ticket)
+        before = ticket.partial if ticket is not None and is_held else None
+        number = (before.num_records if before is not None else 0) + (not is_again)
+        key = (replica, grant.ticket, grant.attempt)
+        if is_again and is_held and (not number or (before and before.attempt != grant.attempt)):
+            self.refused(LedgerError, lambda: self.ledger.store_turns(*key, number, 1, (1, 1)))
+            return
+        result = self.ledger.store_turns(*key, number, num_bytes, (versions[0], versions[-1]))
+        assert (result == "late") == (not is_held)
+        assert not is_held or (result == "duplicate") == is_again
+        assert self.ledger.holds_lease(*key) == is_held, "the lease goes on"
+        if result == "stored":
+            known = self.model.tokens.get((grant.ticket, before.attempt), ()) if number > 1 and before else ()
+            self.model.tokens[grant.ticket, grant.attempt] = tuple(sorted({*known, *versions}))
+            assert ticket is not None and ticket.partial_attempt == grant.attempt
+
     @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds

@@ -290,6 +290,88 @@ def test_a_dropped_ticket_carries_nothing() -> None:
     assert (run.state.held_bytes, run.state.partial_bytes) == (0, 0)
 
 
+# Records of turns
+
+
+def store_turns(run: Run, grant: Grant, number: int, num_bytes: int = 50, version: int = 1) -> str:
+    key = grant.ticket, grant.attempt, number
+    return run.ledger.store_turns("a", *key, num_bytes, (version, version))
+
+
+def test_records_of_turns_are_kept_while_the_lease_goes_on_and_come_with_the_next_attempt() -> None:
+    run = Run()
+    (grant,) = run.lease()
+    assert [store_turns(run, grant, number) for number in (1, 2)] == ["stored", "stored"]
+    assert run.ledger.holds_lease("a", grant.ticket, 1)
+    assert (run.state.held_bytes, run.state.partial_bytes) == (100, 100)
+    run.ledger.deregister("a")
+    (again,) = run.lease()
+    assert (again.ticket, again.attempt, again.partial_attempt) == (grant.ticket, 2, 1)
+    assert store_turns(run, again, 3) == "stored"
+    assert run.state.tickets[grant.ticket].partial == (2, 0, 150, (1, 1), 3)
+    run.store(again)
+    assert (run.state.held_bytes, run.state.partial_bytes) == (100, 0), "the group takes their place"
+
+
+def test_a_record_counts_once_and_none_may_be_left_out() -> None:
+    run = Run()
+    (grant,) = run.lease()
+    assert [store_turns(run, grant, number) for number in (1, 1, 2, 1)] == [
+        *("stored", "duplicate", "stored", "duplicate")
+    ]
+    with pytest.raises(LedgerError, match="record 4 of ticket 1 does not follow record 2"):
+        store_turns(run, grant, 4)
+    assert run.state.partial_bytes == 100
+
+
+def test_an_older_attempt_may_add_no_record_and_a_newer_one_takes_none_for_its_own() -> None:
+    run = Run()
+    (old,) = run.lease()
+    store_turns(run, old, 1)
+    run.ledger.deregister("a")
+    (new,) = run.lease()
+    assert store_turns(run, old, 2) == "late"
+    with pytest.raises(LedgerError, match="record 1 of ticket 1 does not follow record 1"):
+        store_turns(run, new, 1)
+
+
+def test_records_that_would_be_over_age_are_let_go_and_the_next_one_is_the_first() -> None:
+    run = Run(max_lag=0, groups_per_step=1)
+    (first,) = run.lease()
+    run.store(first)
+    (grant,) = run.lease(want=1) or (None,)
+    assert grant is None
+    run.train()
+    (grant,) = run.lease()
+    store_turns(run, grant, 1, version=1)
+    run.ledger.deregister("a")
+    (again,) = run.lease()
+    assert (again.ticket, again.partial_attempt, run.state.partial_bytes) == (grant.ticket, 0, 0)
+    assert store_turns(run, again, 1, version=2) == "stored"
+
+
+def test_records_take_neither_the_memory_of_groups_nor_more_than_a_group() -> None:
+    run = Run(memory_bytes=5 * GROUP_BYTES)
+    first, second = run.lease(want=2)
+    assert store_turns(run, first, 1, GROUP_BYTES) == "stored"
+    assert store_turns(run, first, 2, 1) == "full", "a ticket's are never larger than a group"
+    assert store_turns(run, second, 1, 1) == "full", "two batches of groups must always fit"
+    assert run.ledger.holds_lease("a", second.ticket, 1), "its work goes on"
+    run.ledger.fail("a", first.ticket, 1)
+    assert run.state.partial_bytes == GROUP_BYTES, "a failed attempt's records stay for the next one"
+
+
+def test_a_drained_group_takes_the_place_of_records() -> None:
+    run = Run()
+    (grant,) = run.lease()
+    store_turns(run, grant, 1, 70)
+    store_partial(run, grant, 30)
+    assert (run.state.partial_bytes, run.state.held_bytes) == (30, 30)
+    (again,) = run.lease()
+    assert store_turns(run, again, 1, 20) == "stored"
+    assert run.state.partial_bytes == 20
+
+
 def test_a_group_that_goes_on_from_old_work_is_waited_for_by_its_oldest_token() -> None:
     run = Run(policy="wait", max_wait_s=5.0, lease_s=100.0)
     (slow,) = run.lease(replica="slow")
@@ -322,8 +404,9 @@ def test_events_of_an_older_journal_have_defaults() -> None:
 
 def test_a_ledger_goes_on_from_a_snapshot() -> None:
     run, slow = late("drop")
-    partial = run.lease()[0]
+    partial, recorded = run.lease(want=2)
     store_partial(run, partial)
+    store_turns(run, recorded, 1)
     run.ledger.drain_events()
     snapshot = msgpack.unpackb(msgpack.packb(run.state.as_snapshot()), strict_map_key=False)
     run.store(slow, version=1)

@@ -16,7 +16,7 @@ import xxhash
 
 from asyncrl.buffer.journals.kind import NUM_NEWEST, FindPayloads, PayloadKey, Scan
 from asyncrl.buffer.journals.payload_index import PayloadIndex
-from asyncrl.buffer.journals.records import read_frames, read_group
+from asyncrl.buffer.journals.records import TURNS_FROM, read_frames, read_group
 from asyncrl.buffer.journals.redis.journal import RedisJournal
 from asyncrl.buffer.journals.redis.link import LinkDown, RedisLink, explain_refusal, find_server
 from asyncrl.buffer.journals.redis.past import Ask, asking, keys_of, read_living
@@ -113,9 +113,10 @@ def read_newest(section: BufferSection, run_dir: Path) -> list[Group]:
         url = server.url
     key = keys_of(run_key(run_dir))["payloads"]
     with asking(url) as (ask, _):
-        names = sorted((tuple(map(int, name.split(b":"))) for name in ask("HKEYS", key)), reverse=True)
-        found = [(name, ask("HGET", key, ":".join(map(str, name)))) for name in names[:NUM_NEWEST]]
-    groups = (read_group(record, name[0], name[1]) for name, record in found if record is not None)
+        found = (tuple(map(int, name.split(b":"))) for name in ask("HKEYS", key))
+        names = sorted((name for name in found if name[1] < TURNS_FROM), reverse=True)
+        records = [(name, ask("HGET", key, ":".join(map(str, name)))) for name in names[:NUM_NEWEST]]
+    groups = (read_group(record, name[0], name[1]) for name, record in records if record is not None)
     return [group for group in groups if group is not None]
 
 
