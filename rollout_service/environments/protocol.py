@@ -15,7 +15,6 @@ from rollout_service.rewards.score import RewardError, Score
 
 if TYPE_CHECKING:
     from rollout_service.data.prompts import Prompt
-    from rollout_service.environments.tools.calling import Calls
 
 Message = Mapping[str, str]
 """A chat message: `role` and `content`."""
@@ -57,11 +56,9 @@ class Environment(Protocol):
     Attributes:
         is_deterministic: The same answers bring the same steps, which change nothing outside. With that, or
             a `restore` of its own, an episode goes on elsewhere (`rollout.resume_partial`).
-        calls: Makes calls that must count once; of episodes that go on elsewhere.
     """
 
     is_deterministic: ClassVar[bool] = False
-    calls: Calls | None = None
 
     async def start(self) -> Observation:
         """Return what the model reads after the prompt; nothing by default."""

@@ -28,7 +28,7 @@ from rollout_service.environments.protocol import (
     Step,
 )
 from rollout_service.environments.registry import Episodes
-from rollout_service.environments.tools.calling import Calls
+from rollout_service.environments.tools.calling import Calls, MakesCalls
 from rollout_service.environments.transcript import Transcript
 from rollout_service.environments.turns import Turns
 from rollout_service.rewards.score import Answer, Reward, RewardError, Score, checked_number
@@ -138,7 +138,7 @@ class MultiTurn:
         """Return the tokens, the last answer, and the environment's own score if it gives one."""
         transcript = Transcript(prompt.token_ids.tolist(), sampling.max_tokens)
         environment = self._make(prompt, sampling)
-        if self._episodes.is_restorable:
+        if isinstance(environment, MakesCalls):
             environment.calls = Calls(record)
         try:
             turns = Turns(self._engine, sampling, transcript, episode_id, record)

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from rollout_service.environments.protocol import EnvironmentFailed
 from rollout_service.sampling.turn_journal import EpisodeRecord
@@ -53,6 +54,13 @@ class Outcome:
 
 Make = Callable[[CallKey | None], Awaitable[Outcome]]
 """Makes a call. The key is None in an evaluation."""
+
+
+@runtime_checkable
+class MakesCalls(Protocol):
+    """An environment with calls that must count once: before its start it is given `calls`."""
+
+    calls: Calls
 
 
 class Calls:

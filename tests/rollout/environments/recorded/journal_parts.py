@@ -91,10 +91,14 @@ class CountingTool:
 
 
 class SpeakingEngine:
-    """A scripted engine of one version: says `phrases[turn]`; log-probs tell version and place."""
+    """A scripted engine of one version: says `phrases[turn]`; log-probs tell version and place.
 
-    def __init__(self, version: int, phrases: Sequence[str] = PHRASES) -> None:
+    Its tokens are of version `old_as`, if given, as of weights that were swapped in between.
+    """
+
+    def __init__(self, version: int, phrases: Sequence[str] = PHRASES, old_as: int | None = None) -> None:
         self.serving = PolicyVersion(version, 0)
+        self._version = version if old_as is None else old_as
         self._phrases = phrases
         self.said: list[tuple[int, int]] = []
 
@@ -104,7 +108,7 @@ class SpeakingEngine:
         await asyncio.sleep(0)
         text = self._phrases[int(turn or 0)]
         ids = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
-        version = self.serving.number
+        version = self._version
         logprobs = -float(version) - np.arange(len(ids), dtype=np.float32) / 64
         return Completion(np.asarray(ids, np.int32), logprobs, (Span(version, 0, len(ids)),), "stop")
 
@@ -167,14 +171,15 @@ class Bench:
 
 
 @contextlib.contextmanager
-def open_bench(folder: Path, journal: str = "none", is_new: bool = True, **changes: Any) -> Iterator[Bench]:
+def open_bench(folder: Path, journal: str = "none", is_new: bool = True, max_lag: int = 1) -> Iterator[Bench]:
     """Run a buffer that admits one group at a time; not `is_new`: it was there before."""
     if is_new:
         write_data(folder)
     config = make_config(folder, group_size=GROUP_SIZE, max_tokens=MAX_TOKENS)
     learner = config.learner.model_copy(update={"groups_per_step": 1, "minibatches": 1})
-    section = config.buffer.model_copy(update={"journal": journal, **changes})
-    config = config.model_copy(update={"buffer": section, "learner": learner})
+    section = config.buffer.model_copy(update={"journal": journal})
+    staleness = config.staleness.model_copy(update={"max_lag": max_lag})
+    config = config.model_copy(update={"buffer": section, "learner": learner, "staleness": staleness})
     buffer = composition.build(ServiceContext(config, "buffer.0", folder / "run", "test"))
     with running(buffer):
         wait_for(lambda: buffer.status().address, "the buffer's address")
@@ -183,3 +188,15 @@ def open_bench(folder: Path, journal: str = "none", is_new: bool = True, **chang
         prompts = load_prompts(folder / "train.parquet", TOKENIZER, 16)
         yield Bench(buffer.status().address, client, prompts)
         client.close()
+
+
+async def describe(bench: Bench) -> None:
+    client = ReplicaClient(bench.address, "rollout.9", 10.0)
+    await client.describe_data(bench.prompts.num_prompts, bench.prompts.digest, bench.prompts.sources)
+    client.close()
+
+
+def prepare(bench: Bench) -> tuple[int, int]:
+    """Return the numbers of two versions of the same step."""
+    asyncio.run(describe(bench))
+    return bench.learner.register_version(0), bench.learner.register_version(0)

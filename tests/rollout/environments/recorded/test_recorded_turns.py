@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.client import ReplicaClient
 from asyncrl.core.experience import Group
 from asyncrl.core.staleness import Span
 from rollout_service.tasks.tool_product.vocabulary import encode
@@ -15,12 +14,12 @@ from tests.rollout.environments.parts import TOKENIZER
 from tests.rollout.environments.recorded.journal_parts import (
     CALL_POINTS,
     PHRASES,
-    Bench,
     CountingTool,
     Killer,
     SpeakingEngine,
     calling,
     open_bench,
+    prepare,
 )
 
 EOS = TOKENIZER.eos_token_id
@@ -31,18 +30,6 @@ STARTS = [0, len(TURNS[0]) + len(TOLD[0]), len(WHOLE) - len(TURNS[2])]
 """Of each turn."""
 NUM_POINTS = 10
 """Two points of each of three turns, two of each of two calls."""
-
-
-async def describe(bench: Bench) -> None:
-    client = ReplicaClient(bench.address, "rollout.9", 10.0)
-    await client.describe_data(bench.prompts.num_prompts, bench.prompts.digest, bench.prompts.sources)
-    client.close()
-
-
-def prepare(bench: Bench) -> tuple[int, int]:
-    """Return the numbers of two versions of the same step."""
-    asyncio.run(describe(bench))
-    return bench.learner.register_version(0), bench.learner.register_version(0)
 
 
 def points(folder: Path) -> list[tuple[str, tuple[int | None, ...]]]:
