@@ -459,6 +459,26 @@ def test_a_replica_with_older_weights_waits_for_the_version_of_the_record(monkey
         asyncio.run(turns.take_up("!1="))
 
 
+@pytest.mark.parametrize("is_idempotent", [True, False], ids=["idempotent", "not idempotent"])
+def test_an_episode_that_cannot_go_on_begins_anew_unless_its_calls_must_not_be_made_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_idempotent: bool
+):
+    monkeypatch.setattr("rollout_service.environments.turns.VERSION_DEADLINE_S", 0.0)
+    tool = CountingTool(is_idempotent=is_idempotent)
+    with open_bench(tmp_path) as bench:
+        first, second = prepare(bench)
+        grant = bench.play(calling(tool), SpeakingEngine(second), at=5)
+        heir = SpeakingEngine(first)
+        bench.play(calling(tool), heir)
+        failed = [name for name in bench.learner.status().counters if name.startswith("failed/")]
+        if is_idempotent:
+            assert failed == [] and sorted(heir.said) == sorted(SAID)
+            assert bench.group(grant.ticket).trajectories[0].spans[0].version == first
+        else:
+            assert [name[:41] for name in failed] == ["failed/NotRestored: version 2, which sampl"[:41]]
+            assert max(tool.effects.values()) == 1
+
+
 @pytest.mark.parametrize(
     "record",
     [
