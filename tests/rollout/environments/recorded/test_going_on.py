@@ -1,4 +1,4 @@
-"""What goes on elsewhere, and what does not: drains, deaths of buffers, environments, limits, secrets."""
+"""Episodes that go on elsewhere, and those that do not: drains, deaths, environments, limits, secrets."""
 
 from __future__ import annotations
 
