@@ -350,11 +350,17 @@ def test_records_that_would_be_over_age_are_let_go_and_the_next_one_is_the_first
     assert store_turns(run, again, 1, version=2) == "stored"
 
 
-def test_records_take_neither_the_memory_of_groups_nor_more_than_a_group() -> None:
+def test_a_ticket_s_records_are_never_larger_than_a_group() -> None:
+    run = Run()
+    (grant,) = run.lease()
+    assert store_turns(run, grant, 1, GROUP_BYTES - 1) == "stored"
+    assert [store_turns(run, grant, 2, num_bytes) for num_bytes in (2, 1)] == ["full", "stored"]
+
+
+def test_records_never_take_the_memory_that_groups_need() -> None:
     run = Run(memory_bytes=5 * GROUP_BYTES)
     first, second = run.lease(want=2)
     assert store_turns(run, first, 1, GROUP_BYTES) == "stored"
-    assert store_turns(run, first, 2, 1) == "full", "a ticket's are never larger than a group"
     assert store_turns(run, second, 1, 1) == "full", "two batches of groups must always fit"
     assert run.ledger.holds_lease("a", second.ticket, 1), "its work goes on"
     run.ledger.fail("a", first.ticket, 1)
