@@ -174,9 +174,9 @@ class ReplicaClient:
             return list(found.frames)
         return decode_group(found.frames) if found.message.found else None
 
-    async def fail(self, ticket: int, attempt: int, reason: str) -> None:
-        """Report a group that could not be generated; it is tried again, or given up."""
-        await self._ask(wire.FAIL, wire.Fail(self.replica, ticket, attempt, reason))
+    async def fail(self, ticket: int, attempt: int, reason: str, cause: str = "") -> None:
+        """Report a group that could not be generated; it is tried again, or given up. See `Fail`."""
+        await self._ask(wire.FAIL, wire.Fail(self.replica, ticket, attempt, reason, cause))
 
     async def release(self, held: Iterable[tuple[int, int]]) -> None:
         """Return leases unfinished, while draining."""

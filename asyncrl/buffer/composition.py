@@ -100,4 +100,5 @@ def build(context: ServiceContext) -> BufferService:
         needs_baseline=config.algorithm.advantage in WITH_GREEDY,
         bounds=group_bounds(config),
     )
+    store.ledger.breaker.names = tuple(Path(source.path).stem for source in config.data.train)
     return BufferService(store, runtime, context.bind, context.server_keys, context.is_paused)

@@ -193,9 +193,14 @@ class FetchedPartial(Message, frozen=True):
 
 
 class Fail(OfAttempt, frozen=True):
-    """Reports a group that could not be generated; it is tried again, or given up."""
+    """Reports a group that could not be generated; it is tried again, or given up.
+
+    Attributes:
+        cause: A failure's `Reason`; empty where it is none of a reward.
+    """
 
     reason: str
+    cause: Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)] = ""
 
 
 class Release(OfReplica, frozen=True):

@@ -118,7 +118,8 @@ class ReplicaOps:
 
     def fail(self, request: Request, asked: wire.Fail) -> Done:
         self._note(asked.replica)
-        self._store.fail(asked.replica, asked.ticket, asked.attempt, asked.reason)
+        now = self._handler.clock.now()
+        self._store.fail(asked.replica, asked.ticket, asked.attempt, asked.reason, asked.cause, now)
         return Done()
 
     def release(self, request: Request, asked: wire.Release) -> Done:

@@ -32,6 +32,7 @@ from asyncrl.buffer.pending_requests import QUIET_OPS, Attempt, Owner, PendingRe
 from asyncrl.buffer.replica_ops import ReplicaOps
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.errors import AsyncrlError
+from asyncrl.core.obstacle import Obstacle
 from asyncrl.core.rpc import Limits, Request, Server
 from asyncrl.core.rpc.message import Answer, Done, Message, read_message
 from asyncrl.core.rpc.operations import Operations, send_answer
@@ -108,6 +109,7 @@ class RequestHandler:
         self._next_status = self._commit_tried_at = -math.inf
         self._is_status_old = True
         self._patience_noted = math.inf
+        self._probes_noted = -math.inf
         self._ops = Operations("the buffer", self.answer)
         self._ops.add(STATUS, lambda _, __: self.status())
         self._replicas = ReplicaOps(store, self)
@@ -126,7 +128,8 @@ class RequestHandler:
         store, due = self.store, self._next_status if self._is_status_old else math.inf
         if not store.is_committed:
             return min(due, max(store.journal.wake_at(), self._commit_tried_at + AWAY_PAUSE_S))
-        waits = min(self._parked.next_deadline, self._replicas.next_silence, self._patience_ends)
+        probe = store.ledger.breaker.next_probe(self._probes_noted) if self._parked else math.inf
+        waits = min(self._parked.next_deadline, self._replicas.next_silence, self._patience_ends, probe)
         return min(due, waits, store.ledger.next_expiry, store.journal.wake_at())
 
     @property
@@ -142,6 +145,8 @@ class RequestHandler:
             self._deregister_absent()
         if self.clock.now() >= self._patience_ends:
             self._patience_noted, self._has_changed = self.store.ledger.patience_ends, True
+        if self.clock.now() >= self.store.ledger.breaker.next_probe(self._probes_noted):
+            self._probes_noted, self._has_changed = self.clock.now(), True
         self.end_turn()
         self.tend_journal()
         if self._is_status_old and self.clock.now() >= self._next_status:
@@ -304,7 +309,7 @@ class RequestHandler:
             state=self.state,
             address=self.address,
             paused=self.is_paused,
-            obstacles=tuple(self.store.journal.obstacles()),
+            obstacles=self.obstacles(),
             issued=census.issued,
             trained=census.trained,
             dropped=census.dropped,
@@ -329,6 +334,11 @@ class RequestHandler:
             journal=self.store.journal.status(),
             counters={**counters, **self.count_wire()},
         )
+
+    def obstacles(self) -> tuple[Obstacle, ...]:
+        """Return what keeps groups from coming in: of the journal, and of data sources."""
+        ledger = self.store.ledger
+        return (*self.store.journal.obstacles(), *ledger.breaker.obstacles(ledger.num_sources))
 
     def count_wire(self) -> dict[str, int]:
         """Return what the server has counted."""
@@ -403,7 +413,7 @@ class BufferService:
             last,
             state=self._handler.state,
             paused=self._handler.is_paused,
-            obstacles=tuple(self._store.journal.obstacles()),
+            obstacles=self._handler.obstacles(),
             counters={**last.counters, **self._handler.count_wire()},  # a refused stranger makes no turn
         )
 

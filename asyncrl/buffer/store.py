@@ -18,6 +18,7 @@ from asyncrl.buffer.ledger.tickets import PAYLOAD_STATES, LedgerSettings, State,
 from asyncrl.core.errors import LedgerError, WireError
 from asyncrl.core.experience import CUT_REASONS, UNFINISHED, Outline, outline_group
 from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.states import FAILURES
 from asyncrl.core.wire import Frame
 
 KEPT_DROPPED_BYTES, MAX_KEPT_DROPPED = 16 << 20, 64
@@ -198,9 +199,13 @@ class ExperienceStore:
             raise WireError(f"ticket {ticket}: a version that was never registered")
         return group
 
-    def fail(self, replica: str, ticket: int, attempt: int, reason: str) -> None:
-        """Count a group that failed at its replica."""
-        if self.ledger.fail(replica, ticket, attempt):
+    def fail(
+        self, replica: str, ticket: int, attempt: int, reason: str, cause: str = "", now: float = 0.0
+    ) -> None:
+        """Count a group that failed at its replica. See `ReplicaCommands.fail`."""
+        if self.ledger.fail(replica, ticket, attempt, cause, reason, now):
+            if cause in FAILURES:
+                self.counters[f"failures/{cause}"] += 1
             self.counters[f"failed/{reason[:40]}" if len(self.counters) < 100 else "failed/other"] += 1
         else:
             self.counters["late"] += 1

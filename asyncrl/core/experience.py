@@ -37,7 +37,7 @@ _FINISH_CODES = (*FINISH_REASONS, UNFINISHED)
 NUM_FRAMES = 7
 MAX_REWARD_PARTS = 32
 """Of one group. Each part is a family of metrics, so a stranger's group must not bring any number of them."""
-MAX_PART_NAME_CHARS = 64
+MAX_PART_NAME_CHARS = MAX_REASON_CHARS = 64
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -56,6 +56,7 @@ class Trajectory:
             partial rollouts.
         reward_parts: Parts of the reward by name, before weighting; empty if the reward has none.
         num_turns: Number of the model's turns, from 1.
+        reason: Reason of a reward of 0 or less, as far as it is known: a `Reason`, or the reward's own words.
     """
 
     response_ids: npt.NDArray[np.int32]
@@ -66,6 +67,7 @@ class Trajectory:
     finish_reason: str
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     num_turns: int = 1
+    reason: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -206,6 +208,8 @@ def encode_group(group: Group) -> list[wire.Frame]:
         "turns": [trajectory.num_turns for trajectory in trajectories],
         "parts": _parts_by_name(trajectories),
     }
+    if any(reasons := [trajectory.reason for trajectory in trajectories]):
+        header["reasons"] = reasons
     if group.baseline_reward is not None:
         header["baseline_reward"] = group.baseline_reward
     if group.forked:
@@ -287,6 +291,7 @@ def decode_group(frames: Sequence[wire.Frame]) -> Group:
             finish_reason=_FINISH_CODES[columns.finish[sample]],
             reward_parts=_parts_of(columns.parts, sample),
             num_turns=columns.turns[sample],
+            reason=columns.reasons[sample],
         )
         for sample, (start, end) in enumerate(bounds)
     )
@@ -347,6 +352,7 @@ class _Columns:
     finish: list[int]
     turns: list[int]
     parts: dict[str, list[float | None]]
+    reasons: list[str]
     prompt_ids: npt.NDArray[np.int32]
     response_ids: npt.NDArray[np.int32]
     masks: npt.NDArray[np.uint8]
@@ -384,6 +390,7 @@ def _read_columns(frames: Sequence[wire.Frame]) -> _Columns:
         finish=finish,
         turns=turns,
         parts=_reward_parts(header, len(lengths)),
+        reasons=_reasons(header, len(lengths)),
         prompt_ids=_array(frames[1], "<i4", None, "prompt_ids"),
         response_ids=_array(frames[2], "<i4", total, "response_ids"),
         masks=_array(frames[3], "u1", total, "loss_mask"),
@@ -447,6 +454,19 @@ def _reward_parts(header: Mapping[str, object], num_trajectories: int) -> dict[s
         if not all(value is None or (type(value) is float and math.isfinite(value)) for value in values):
             raise WireError(f"the reward part '{name}' is not finite")
     return parts
+
+
+def _reasons(header: Mapping[str, object], num_trajectories: int) -> list[str]:
+    if "reasons" not in header:
+        return [""] * num_trajectories
+    reasons = wire.field(header, "reasons", list)
+    if len(reasons) != num_trajectories:
+        raise WireError(f"the reasons of rewards do not fit {num_trajectories} trajectories")
+    if not all(
+        isinstance(one, str) and len(one) <= MAX_REASON_CHARS and one.isprintable() for one in reasons
+    ):
+        raise WireError(f"the reason of a reward is printable text of up to {MAX_REASON_CHARS} chars")
+    return reasons
 
 
 def _non_negative_ints(header: Mapping[str, object], name: str) -> list[int]:

@@ -27,13 +27,16 @@ class Cause(StrEnum):
     WEIGHTS_UNDELIVERED = "weights_undelivered"
     REWARDS_FAIL = "rewards_fail"
     GROUPS_FAIL = "groups_fail"
+    SOURCES_PAUSED = "sources_paused"
     NO_AGENT = "no_agent"
     STALL = "stall"
+    SOURCE_PAUSED = "source_paused"
+    FAULTY_ZEROS = "faulty_zeros"
     CHECKPOINT_FAILS = "checkpoint_fails"
     JOURNAL_EVICTS = "journal_evicts"
 
 
-ADVISORY = (Cause.CHECKPOINT_FAILS, Cause.JOURNAL_EVICTS)
+ADVISORY = (Cause.CHECKPOINT_FAILS, Cause.JOURNAL_EVICTS, Cause.SOURCE_PAUSED, Cause.FAULTY_ZEROS)
 """Kinds with which a run goes on."""
 
 

@@ -1,4 +1,4 @@
-"""States of a run and of its services: one spelling of each, wherever it is sent or shown (pure)."""
+"""States of a run and its services, and reasons of rewards: one spelling of each, wherever shown (pure)."""
 
 from __future__ import annotations
 
@@ -43,6 +43,26 @@ class ServiceState(StrEnum):
     SILENT = "SILENT"
 
 
+class Reason(StrEnum):
+    """Reason of a reward of 0 or less, or of none.
+
+    The model's fault: WRONG; NO_ANSWER, the response holds none; TRUNCATED, a limit cut it off. A failure:
+    INFRASTRUCTURE, a server, sandbox or process could not be used; TIMEOUT; ENVIRONMENT or REWARD, that code
+    raised or returned nonsense; BUDGET, a judge's calls are used up.
+    """
+
+    WRONG = "wrong_answer"
+    NO_ANSWER = "no_answer"
+    TRUNCATED = "truncated"
+    INFRASTRUCTURE = "infrastructure"
+    TIMEOUT = "timeout"
+    ENVIRONMENT = "environment"
+    REWARD = "reward"
+    BUDGET = "budget"
+
+
+FAILURES = (Reason.INFRASTRUCTURE, Reason.TIMEOUT, Reason.ENVIRONMENT, Reason.REWARD, Reason.BUDGET)
+"""Reasons with which an answer has no reward: its group fails, whatever number was given."""
 RUN_ENDS = (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)
 """Of a run: nothing of it runs any more."""
 SERVICE_FAULTS = (ServiceState.FAILED, ServiceState.DEAD, ServiceState.RETIRED)

@@ -27,13 +27,17 @@ from asyncrl.buffer.ledger.tickets import (
     Ticket,
     with_record,
 )
+from asyncrl.buffer.rules.breaker import SourceBreaker
 from asyncrl.core.errors import DataError, LedgerError
 from asyncrl.core.staleness import is_admissible, max_open_tickets
+from asyncrl.core.states import FAILURES, Reason
 
 MAX_SOURCES = 64
 """Of one run's prompts."""
 MAX_RECORDS = 1 << 16
 """Of the turns of one ticket's samples."""
+MAX_HELD = 1024
+"""Issued tickets of sources that get no leases; beyond it the oldest are dropped."""
 
 
 class ReplicaCommands:
@@ -43,6 +47,7 @@ class ReplicaCommands:
         self.settings = settings
         self.max_lag = settings.max_lag
         self.state = LedgerState(settings)
+        self.breaker = SourceBreaker(self._is_leased)
         self._begin()
 
     def _begin(self) -> None:
@@ -115,13 +120,14 @@ class ReplicaCommands:
         served_step = self._served_step(version)
         grants: list[Grant] = []
         while served_step is not None and len(grants) < want:
-            position = self._admit(served_step)
-            if position is None:
+            admitted = self._admit(served_step, now)
+            if admitted is None:
                 break
-            ticket = self.state.tickets[self.state.issued_heap[0]]
+            ticket, position = admitted
             if ticket.partial is not None and not _may_go_on(self.state, ticket.partial, position):
                 self._emit(ev.PartialDropped(ticket.id, PartialLoss.STALE.value))
             self._emit(ev.Leased(ticket.id, replica, now + self.settings.lease_s, position, version))
+            self.breaker.note_lease(ticket.source, (ticket.id, ticket.attempt))
             grants.append(self._grant(ticket))
         return grants
 
@@ -139,36 +145,75 @@ class ReplicaCommands:
             return None
         return self.state.versions.counted_step(version)
 
-    def _admit(self, served_step: int) -> int | None:
-        """Apply the rules; issue a ticket if none waits. Return the position of the next one to lease."""
+    def _admit(self, served_step: int, now: float) -> tuple[Ticket, int] | None:
+        """Apply the rules; issue a ticket if none waits. Return the next one to lease, and its position."""
         state, settings = self.state, self.settings
         first, position = state.next_positions()
-        if state.issued_heap:
-            position = max(first, min(position, state.tickets[state.issued_heap[0]].position))
-        elif not self._may_issue():
+        ticket = self._next_issued(now)
+        if ticket is not None:
+            position = max(first, min(position, ticket.position))
+        elif not self._may_issue(now):
             return None
         if not is_admissible(position, settings.groups_per_step, served_step, self.max_lag):
             return None
         if state.memory_bytes + settings.max_group_bytes > settings.memory_bytes:
             return None
-        if not state.issued_heap:
-            self._issue_new(position)
-        return position
+        return ticket or self._issue_new(position, now), position
 
-    def _may_issue(self) -> bool:
+    def _next_issued(self, now: float) -> Ticket | None:
+        """Return the oldest issued ticket of a source that may be leased."""
+        heap, tickets = self.state.issued_heap, self.state.tickets
+        in_order = sorted(heap) if self.breaker.has_open else heap[:1]
+        found = (tickets[number] for number in in_order)
+        return next((one for one in found if self.breaker.may_lease(one.source, now)), None)
+
+    def _held(self) -> list[int]:
+        """Return the issued tickets that wait for their source, oldest first."""
+        if not self.breaker.has_open:
+            return []
+        tickets = self.state.tickets
+        return [
+            number
+            for number in sorted(self.state.issued_heap)
+            if self.breaker.is_open(tickets[number].source)
+        ]
+
+    def _is_leased(self, attempt: tuple[int, int]) -> bool:
+        found = self.state.tickets.get(attempt[0])
+        return found is not None and found.state is State.LEASED and found.attempt == attempt[1]
+
+    def _may_issue(self, now: float) -> bool:
         settings, state = self.settings, self.state
+        if not any(self.breaker.may_lease(source, now) for source in range(self.num_sources)):
+            return False
         limit = max_open_tickets(settings.groups_per_step, self.max_lag)
-        is_room = state.num_open < min(limit, state.paced_open_tickets or limit)
+        is_room = state.num_open - len(self._held()) < min(limit, state.paced_open_tickets or limit)
         is_room = is_room or state.num_unplaced < state.num_missing
         return is_room and state.counts[State.STORED] < settings.ready_batches * settings.groups_per_step
 
-    def _issue_new(self, position: int) -> None:
+    @property
+    def num_sources(self) -> int:
+        """Number of data sources."""
+        return max(1, len(self.state.sources))
+
+    def _issue_new(self, position: int, now: float) -> Ticket:
+        """Issue tickets up to one of a source that may be leased; the others are held until theirs may."""
+        while True:
+            ticket = self._draw(position)
+            if self.breaker.may_lease(ticket.source, now):
+                break
+        for number in self._held()[:-MAX_HELD]:
+            self._emit(ev.Dropped(number, DropReason.INFRASTRUCTURE.value, True))
+        return ticket
+
+    def _draw(self, position: int) -> Ticket:
         state = self.state
         if self._order is None:
             sources = tuple(Source(*one) for one in state.sources) or (Source(state.num_prompts),)
             settings = self.settings
             self._order = PromptOrder(settings.run_seed, sources, settings.is_shuffled, settings.is_ascending)
         self._emit(ev.Issued(state.num_issued + 1, *self._order.at(state.num_drawn), position, 0, 0))
+        return state.tickets[state.num_issued]
 
     def _grant(self, ticket: Ticket) -> Grant:
         seed = ticket_seed(self.settings.run_seed, ticket.id)
@@ -231,6 +276,7 @@ class ReplicaCommands:
         Raises:
             LedgerError: As `store`.
         """
+        self.breaker.succeed(self._leased(ticket).source)
         if is_masked:
             self.drop_masked(ticket)
         elif has_zero_variance:
@@ -323,11 +369,21 @@ class ReplicaCommands:
         _check_leased(self.state, ticket)
         self._emit(ev.Dropped(ticket, DropReason.MASKED.value, True))
 
-    def fail(self, replica: str, ticket: int, attempt: int) -> bool:
-        """Count a failed attempt; return False if the replica does not hold it."""
+    def fail(
+        self, replica: str, ticket: int, attempt: int, cause: str = "", said: str = "", now: float = 0.0
+    ) -> bool:
+        """Count a failed attempt; return False if the replica does not hold it.
+
+        Args:
+            cause: As of `messages.Fail`; the last one is the reason if the ticket is dropped.
+            said: The failure's message.
+        """
         if not self.holds_lease(replica, ticket, attempt):
             return False
-        self._give_back(self.state.tickets[ticket], Reissue.FAILED)
+        found = self.state.tickets[ticket]
+        if cause == Reason.INFRASTRUCTURE:
+            self.breaker.fail(found.source, (ticket, attempt), said, now)
+        self._give_back(found, Reissue.FAILED, DropReason(cause) if cause in FAILURES else DropReason.POISON)
         return True
 
     def release(self, replica: str, held: Sequence[tuple[int, int]]) -> int:
@@ -395,13 +451,13 @@ class ReplicaCommands:
         self._emit(ev.Reissued(ticket, Reissue.LOST.value))
         self._judge_all_again()
 
-    def _give_back(self, ticket: Ticket, reason: Reissue) -> None:
+    def _give_back(self, ticket: Ticket, reason: Reissue, last: DropReason = DropReason.POISON) -> None:
         limit = self.settings.max_attempts
         has_failed = reason is Reissue.FAILED and ticket.num_failures + 1 >= limit
         is_lost = reason in (Reissue.EXPIRED, Reissue.DEREGISTERED)
         has_killed = is_lost and ticket.num_lost_leases + 1 >= GIVEN_UP_LOST_LEASES * limit
         if has_failed or has_killed:
-            self._emit(ev.Dropped(ticket.id, DropReason.POISON.value, True))
+            self._emit(ev.Dropped(ticket.id, last.value, True))
         else:
             self._emit(ev.Reissued(ticket.id, reason.value))
 

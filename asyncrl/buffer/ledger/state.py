@@ -219,8 +219,7 @@ class LedgerState(Facts):
 
     def _lease(self, event: ev.Leased) -> None:
         number, replica, deadline, position, version = event
-        assert self.issued_heap[0] == number, "the oldest issued ticket is leased first"
-        heapq.heappop(self.issued_heap)
+        self._unissue(number)
         ticket = self.tickets[number]
         ticket.replica, ticket.deadline, ticket.position = replica, deadline, position
         ticket.version = self._oldest_version(ticket, version)
@@ -235,6 +234,14 @@ class LedgerState(Facts):
         heapq.heappush(self.deadlines, (deadline, number, ticket.attempt))
         if len(self.deadlines) > MAX_DEADLINES_PER_LEASE * self.counts[State.LEASED]:
             self._list_deadlines()
+
+    def _unissue(self, number: int) -> None:
+        """Take a ticket out of the issued ones: the oldest, but for those of sources that get no leases."""
+        if self.issued_heap[0] == number:
+            heapq.heappop(self.issued_heap)
+        else:
+            self.issued_heap.remove(number)
+            heapq.heapify(self.issued_heap)
 
     def _oldest_version(self, ticket: Ticket, served: int) -> int:
         if ticket.partial is None:
@@ -322,6 +329,9 @@ class LedgerState(Facts):
         """Release the holdings of the ticket's state, before it moves to ISSUED or DROPPED."""
         if ticket.state is State.LEASED:
             self._end_lease(ticket)
+            return
+        if ticket.state is State.ISSUED:
+            self._unissue(ticket.id)
             return
         if ticket.state is State.STORED:
             self.stored.remove(ticket.id)

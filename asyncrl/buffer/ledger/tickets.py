@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.metrics.tallies import Tally
+from asyncrl.core.states import Reason
 
 GIVEN_UP_LOST_LEASES = 8
 """Leases that a ticket may lose, per allowed attempt, before it counts as killing its replicas."""
@@ -41,6 +42,7 @@ class DropReason(enum.Enum):
     sampling, arXiv:2503.14476). MASKED: all its answers were cut, and such are not trained. POISON: it
     fails or kills its replicas. GUARD: its update was refused, or it spoilt one. OVERSIZED: it has a row that
     is longer than a microbatch, as a journal from before a smaller `learner.max_tokens_per_microbatch` may.
+    The others: its last attempt had no reward, for this `Reason`.
     """
 
     STALE = "stale"
@@ -49,6 +51,11 @@ class DropReason(enum.Enum):
     POISON = "poison"
     GUARD = "guard"
     OVERSIZED = "oversized"
+    INFRASTRUCTURE = Reason.INFRASTRUCTURE.value
+    TIMEOUT = Reason.TIMEOUT.value
+    ENVIRONMENT = Reason.ENVIRONMENT.value
+    REWARD = Reason.REWARD.value
+    BUDGET = Reason.BUDGET.value
 
 
 class Reissue(enum.Enum):
