@@ -459,14 +459,14 @@ def _reward_parts(header: Mapping[str, object], num_trajectories: int) -> dict[s
 def _reasons(header: Mapping[str, object], num_trajectories: int) -> list[str]:
     if "reasons" not in header:
         return [""] * num_trajectories
-    reasons = wire.field(header, "reasons", list)
+    reasons: list[object] = wire.field(header, "reasons", list)
     if len(reasons) != num_trajectories:
         raise WireError(f"the reasons of rewards do not fit {num_trajectories} trajectories")
     if not all(
         isinstance(one, str) and len(one) <= MAX_REASON_CHARS and one.isprintable() for one in reasons
     ):
         raise WireError(f"the reason of a reward is printable text of up to {MAX_REASON_CHARS} chars")
-    return reasons
+    return [*map(str, reasons)]
 
 
 def _non_negative_ints(header: Mapping[str, object], name: str) -> list[int]:

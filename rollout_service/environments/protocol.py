@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from asyncrl.core.states import Reason
 from rollout_service.rewards.score import RewardError, Score
 
 if TYPE_CHECKING:
@@ -26,7 +27,12 @@ PlainObservation = str | list[dict[str, object]]
 
 
 class EnvironmentFailed(RewardError):
-    """An environment raised, took too long or answered nonsense; its group fails as after a failed reward."""
+    """An environment raised, took too long or answered nonsense; its group fails as after a failed reward.
+
+    An environment that raises it itself says by `reason` whose fault that is.
+    """
+
+    BLAMED = Reason.ENVIRONMENT
 
 
 class NotRestored(EnvironmentFailed):

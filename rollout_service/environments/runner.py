@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from asyncrl.core.errors import AsyncrlError, WireError
 from asyncrl.core.experience import Trajectory, check_reward
+from asyncrl.core.states import FAILURES, Reason
 from rollout_service.data.prompts import TokenizedPrompt
 from rollout_service.engine.protocol import Completion, Engine, Sampling
 from rollout_service.environments.conversation import ChatTemplate, PlainText, Voice
@@ -31,7 +32,7 @@ from rollout_service.environments.registry import Episodes
 from rollout_service.environments.tools.calling import Calls, MakesCalls
 from rollout_service.environments.transcript import Transcript
 from rollout_service.environments.turns import Turns
-from rollout_service.rewards.score import Answer, Reward, RewardError, Score, checked_number
+from rollout_service.rewards.score import Answer, Reward, RewardError, Score, as_reason, blame, checked_number
 from rollout_service.rewards.shaping import Overlong
 from rollout_service.sampling.episode import EpisodeRunner, SingleTurn
 from rollout_service.sampling.turn_journal import EpisodeRecord
@@ -54,10 +55,10 @@ CLOSE_DEADLINE_S = 5.0
 class JudgingReward(Reward, Protocol):
     """A reward that also hears of what environments did: scored their own episodes, or failed."""
 
-    def note_scored(self, score: Score) -> None:
-        """Count an episode that its environment scored."""
+    def note_scored(self, score: Score, source: str) -> None:
+        """Count an episode of a data source that its environment scored."""
 
-    def note_failed(self, error: RewardError) -> None:
+    def note_failed(self, error: RewardError, source: str) -> None:
         """Count it. Raises RewardsFailed after too many."""
 
 
@@ -109,11 +110,11 @@ class MultiTurn:
         try:
             played = await self._play_recorded(prompt, sampling, episode_id, record)
         except EnvironmentFailed as error:
-            self._reward.note_failed(error)
+            self._reward.note_failed(error, prompt.prompt.data_source)
             raise
         transcript, answer, given = played
         if given is not None:
-            self._reward.note_scored(given)
+            self._reward.note_scored(given, prompt.prompt.data_source)
         score = await self._reward.score(answer) if given is None else given
         reward = score.value
         if self._overlong is not None:
@@ -193,7 +194,7 @@ class MultiTurn:
         except AsyncrlError:
             raise
         except Exception as error:  # a user's class may raise anything; its group fails with this reason
-            raise EnvironmentFailed(_told("__init__", error)) from error
+            raise EnvironmentFailed(_told("__init__", error), reason=blame(error)) from error
 
     def _voice(self, prompt: TokenizedPrompt) -> Voice:
         if isinstance(prompt.prompt.content, str):
@@ -243,9 +244,10 @@ async def _guarded(method: Callable[..., Awaitable[T]], *arguments: object) -> T
     except AsyncrlError:
         raise
     except TimeoutError as error:
-        raise EnvironmentFailed(f"the environment's '{what}' ran into a time limit: {error}") from error
+        told = f"the environment's '{what}' ran into a time limit: {error}"
+        raise EnvironmentFailed(told, reason=Reason.TIMEOUT) from error
     except Exception as error:  # a user's method may raise anything; its group fails with this reason
-        raise EnvironmentFailed(_told(what, error)) from error
+        raise EnvironmentFailed(_told(what, error), reason=blame(error)) from error
 
 
 async def _close_ended(environment: Environment) -> None:
@@ -289,8 +291,14 @@ def _as_score(given: float | Score | None) -> Score | None:
     if given is None:
         return None
     told = given if isinstance(given, Score) else Score(_finite(given))
+    if told.reason in FAILURES:
+        raise EnvironmentFailed(
+            f"the environment says that it failed: {told.reason}", reason=Reason(told.reason)
+        )
     others = {name: value for name, value in told.parts.items() if name != SCORED}
-    score = Score(told.value, {SCORED: told.value, **others})
+    score = Score(
+        told.value, {SCORED: told.value, **others}, as_reason(told.reason) if told.value <= 0 else ""
+    )
     try:
         check_reward(score.value, score.parts)
     except WireError as error:

@@ -98,6 +98,7 @@ class Transcript:
             finish_reason=finish_reason,
             reward_parts=score.parts,
             num_turns=self.num_turns,
+            reason=score.reason,
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from asyncrl.core.errors import AsyncrlError
+from asyncrl.core.states import Reason
 
 
 class Refusal(AsyncrlError, ValueError):
@@ -32,6 +33,10 @@ class Refusal(AsyncrlError, ValueError):
 
 class EpisodeFailed(AsyncrlError, RuntimeError):
     """A group of sessions that cannot become a group of trajectories; the message begins with the reason."""
+
+    def __init__(self, message: str, *, hint: str = "", reason: Reason = Reason.ENVIRONMENT) -> None:
+        super().__init__(message, hint=hint)
+        self.reason = reason
 
 
 class NobodyCame(AsyncrlError, RuntimeError):

@@ -23,6 +23,7 @@ import numpy as np
 from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.core.errors import AsyncrlError
 from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.states import Reason
 from asyncrl.core.status.replica import GatewayStatus
 from rollout_service.gateway.conversation.session import Session
 from rollout_service.gateway.conversation.transcript import common_prompt
@@ -250,7 +251,7 @@ class SessionManager:
             return assembled
         except TimeoutError:
             what = self._what_is_missing(group)
-            error = EpisodeFailed(what) if group.sessions else NobodyCame(what)
+            error = EpisodeFailed(what, reason=Reason.TIMEOUT) if group.sessions else NobodyCame(what)
             ending = error.message
             raise error from None
         except AsyncrlError as error:

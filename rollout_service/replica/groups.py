@@ -21,7 +21,7 @@ from asyncrl.core.experience import Group
 from asyncrl.core.obstacle import Cause, FailureStreak
 from asyncrl.core.runtime.faults import fault_point
 from rollout_service.engine.protocol import EngineDied, Interrupted
-from rollout_service.gateway.refusal import NobodyCame
+from rollout_service.gateway.refusal import EpisodeFailed, NobodyCame
 from rollout_service.replica.lifecycle import Lifecycle
 from rollout_service.replica.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica.states import State
@@ -163,7 +163,8 @@ class GroupTasks:
                 await self._lifecycle.repeat(lambda: buffer.release([grant.key]))
             else:
                 reason = f"{type(error).__name__}: {error.message}"
-                await self._lifecycle.repeat(lambda: buffer.fail(grant.ticket, grant.attempt, reason))
+                cause = error.reason if isinstance(error, RewardError | EpisodeFailed) else ""
+                await self._lifecycle.repeat(lambda: buffer.fail(grant.ticket, grant.attempt, reason, cause))
         except AsyncrlError as fail_error:
             await self._lifecycle.note("fail_errors", fail_error)
         self._in_flight.pop(grant.key, None)

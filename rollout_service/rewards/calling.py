@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 
 from asyncrl.core.errors import ConfigError
-from rollout_service.rewards.score import Answer, RewardError, Score, checked_number
+from rollout_service.rewards.score import Answer, RewardError, Score, blame, checked_score
 
 ScoreFunction = Callable[..., object]
 EXTRA = ("data_source", "extra_info", "finish_reason", "num_tokens", "prompt")
@@ -51,16 +51,14 @@ class BoundFunction:
             raise ConfigError(f"the reward '{name}' takes no argument '{unknown[0]}'", hint=hint)
         self._check_call()
 
-    def __call__(self, answer: Answer) -> float:
-        """Return the function's number. Raises RewardError."""
+    def __call__(self, answer: Answer) -> Score:
+        """Return the function's number, and the reason that it gives. Raises RewardError."""
         try:
             value = self._call(answer)
         except Exception as error:  # a user's function may raise anything; its group fails with this reason
             message = f"the reward '{self.name}' raised {type(error).__name__}: {error}"
-            raise RewardError(f"{message} (row {answer.prompt.row})") from error
-        if isinstance(value, Mapping):  # verl's functions may return {"score": ..., "acc": ...}
-            value = value.get("score")
-        return checked_number(self.name, value)
+            raise RewardError(f"{message} (row {answer.prompt.row})", reason=blame(error)) from error
+        return checked_score(self.name, value)
 
     def _call(self, answer: Answer) -> object:
         prompt = answer.prompt
@@ -106,13 +104,13 @@ class FunctionReward:
 
     async def score(self, answer: Answer) -> Score:
         """Return the function's number as the whole reward. Raises RewardError."""
-        value = self._bound(answer)
-        return Score(value, {self.name: value})
+        found = self._bound(answer)
+        return Score(found.value, {self.name: found.value}, found.reason)
 
     async def start(self) -> None:
         """Nothing is needed."""
 
-    async def value(self, answer: Answer) -> float:
+    async def value(self, answer: Answer) -> Score:
         """Return the function's number. Raises RewardError."""
         return self._bound(answer)
 

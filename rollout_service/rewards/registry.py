@@ -15,11 +15,12 @@ from urllib.parse import urlsplit
 from asyncrl.core.config.reading.problems import suggest
 from asyncrl.core.config.tree import RewardPart, RewardSection
 from asyncrl.core.errors import ConfigError, WireError
-from asyncrl.core.experience import MAX_REWARD_PARTS, check_reward
+from asyncrl.core.experience import CUT_REASONS, MAX_REWARD_PARTS, check_reward
+from asyncrl.core.states import Reason
 from asyncrl.core.variants import RewardFacts, function
 from rollout_service.declared import find_definition, parse, returns_nothing, stand_in
 from rollout_service.rewards.calling import BoundFunction, FunctionReward
-from rollout_service.rewards.score import Part
+from rollout_service.rewards.score import Answer, Part
 from rollout_service.rewards.served.messages import ModelSettings
 from rollout_service.rewards.served.model import ModelReward
 from rollout_service.rewards.served.pool import PooledReward
@@ -46,7 +47,7 @@ def load_reward(reward: RewardSection, folder: Path = Path()) -> TotalReward:
 
 def build_parts(entries: Sequence[RewardPart], folder: Path = Path()) -> list[Weighed]:
     """Return the parts, each under a name of its own. Raises ConfigError."""
-    parts = [Weighed(build_part(entry, folder), entry.weight) for entry in entries]
+    parts = [Weighed(build_part(entry, folder), entry.weight, _explainer(entry.fn)) for entry in entries]
     names = [weighed.part.name for weighed in parts]
     for name in names:
         _check_name(name)
@@ -89,6 +90,22 @@ def _registered(name: str, entry: RewardPart, facts: RewardFacts) -> Part:
     if facts.forms:  # an expression of the user's may take for ever on a response
         _check_expression(entry.fn, arguments.get("pattern"), facts.forms)
     return _served(name, arguments, PooledReward, function=facts.function)
+
+
+def _explainer(fn: str) -> Callable[[Answer], Reason] | None:
+    """Return why a registered rule gives zero: a rule that returns has read the answer, and it is wrong."""
+    facts = REWARDS.get(fn)
+    if facts is None or not facts.function:
+        return None
+    find = function(facts.answer) if facts.answer and not facts.is_pooled else None
+
+    def explain(answer: Answer) -> Reason:
+        if answer.finish_reason in CUT_REASONS:
+            return Reason.TRUNCATED
+        has_none = find is not None and find(answer.response) is None
+        return Reason.NO_ANSWER if has_none else Reason.WRONG
+
+    return explain
 
 
 def check_file(entry: RewardPart) -> None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from asyncrl.core.errors import WireError
 from asyncrl.core.experience import MAX_REWARD_PARTS, check_reward
 from asyncrl.core.obstacle import Cause, FailureStreak, Obstacle
+from asyncrl.core.states import Reason
 from asyncrl.core.status.replica import RewardStatus
 from rollout_service.rewards.score import Answer, Part, RewardError, RewardsFailed, Score, Task
+from rollout_service.rewards.zeros import ZeroWatch
 
 WINDOW_ANSWERS = 256
 """The share of failed answers is taken over so many of the last ones."""
@@ -29,14 +31,27 @@ LAST_REASONS = 3
 
 @dataclass(frozen=True)
 class Weighed:
-    """A part and what its value is multiplied by."""
+    """A part and what its value is multiplied by.
+
+    Attributes:
+        explain: Returns why its value for an answer is 0 or less, where it always knows.
+    """
 
     part: Part
     weight: float = 1.0
+    explain: Callable[[Answer], Reason] | None = None
+
+    def reason(self, answer: Answer, found: Score) -> str:
+        """Return the reason of its value, if that is a zero that counts."""
+        if found.value > 0 or not self.weight:
+            return ""
+        return found.reason or (self.explain(answer) if self.explain is not None else "")
 
 
 class ErrorRate:
     """Counts answers that could not be scored, by kind, and says when there were too many.
+
+    Once an answer was scored, failures of infrastructure end no run: the buffer's breaker waits them out.
 
     Args:
         max_error_rate: Of the last `WINDOW_ANSWERS`; 1 ends a run only if all of them failed.
@@ -59,9 +74,11 @@ class ErrorRate:
 
     def add_failed(self, error: RewardError) -> None:
         """Count one that was not; sets `verdict` when there were too many."""
-        self._failed.append(True)
         self.kinds[error.kind] += 1
         self.streak.fail(error.message)
+        if self._has_scored and error.reason is Reason.INFRASTRUCTURE:
+            return
+        self._failed.append(True)
         if _without_numbers(error.message) not in map(_without_numbers, self._reasons):
             self._reasons.append(error.message)
         num_failed, num_answers = sum(self._failed), len(self._failed)
@@ -76,6 +93,7 @@ class ErrorRate:
             + "; ".join(self._reasons),
             hint="Mend the reward, or raise reward.max_error_rate",
             kind=error.kind,
+            reason=error.reason,
         )
 
 
@@ -94,6 +112,7 @@ class TotalReward:
     def __init__(self, parts: Sequence[Weighed], rate: ErrorRate | None = None) -> None:
         self._parts = tuple(parts)
         self._rate = rate
+        self._zeros = ZeroWatch()
         self._sums = {weighed.part.name: [0, 0.0] for weighed in self._parts}
         self._trial: asyncio.Task[None] | None = None
 
@@ -137,19 +156,21 @@ class TotalReward:
         rate = self._rate
         if rate is not None and rate.verdict is not None:
             raise rate.verdict
+        source = answer.prompt.data_source
         try:
-            score = self._sum(await self._values(answer))
+            score = self._sum(answer, await self._values(answer))
         except RewardError as error:
-            self.note_failed(error)
+            self.note_failed(error, source)
             raise
-        self.note_scored(score)
+        self.note_scored(score, source)
         return score
 
-    def note_scored(self, score: Score) -> None:
-        """Count an answer that was scored, here or by its environment."""
+    def note_scored(self, score: Score, source: str) -> None:
+        """Count an answer of a data source that was scored, here or by its environment."""
         if self._rate is None:
             return
         self._rate.add_scored()
+        self._zeros.add_scored(source, score.value, score.reason)
         for name, value in score.parts.items():
             if name not in self._sums and len(self._sums) >= MAX_REWARD_PARTS:
                 continue  # no group could hold it; its push is refused
@@ -157,19 +178,20 @@ class TotalReward:
             counted[0] += 1
             counted[1] += value
 
-    def note_failed(self, error: RewardError) -> None:
+    def note_failed(self, error: RewardError, source: str) -> None:
         """Count an answer that failed, here or before it came here. Raises RewardsFailed after too many."""
         if self._rate is None:
             return
+        self._zeros.add_failed(source, error.reason)
         self._rate.add_failed(error)
         if self._rate.verdict is not None:
             raise self._rate.verdict from error
 
-    async def _values(self, answer: Answer) -> list[float]:
+    async def _values(self, answer: Answer) -> list[Score]:
         if len(self._parts) == 1:
             return [await self._parts[0].part.value(answer)]
         failures: list[RewardError] = []
-        calls: list[asyncio.Task[float]] = []
+        calls: list[asyncio.Task[Score]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 calls = [tasks.create_task(weighed.part.value(answer)) for weighed in self._parts]
@@ -179,7 +201,8 @@ class TotalReward:
             raise failures[0]
         return [call.result() for call in calls]
 
-    def _sum(self, values: Sequence[float]) -> Score:
+    def _sum(self, answer: Answer, scores: Sequence[Score]) -> Score:
+        values = [score.value for score in scores]
         value = sum(weighed.weight * value for weighed, value in zip(self._parts, values, strict=True))
         try:
             check_reward(value, {})
@@ -187,17 +210,20 @@ class TotalReward:
             what = "the weighted sum of the rewards is not a finite 32-bit number"
             raise RewardError(what, kind="not_finite") from error
         names = (weighed.part.name for weighed in self._parts)
-        return Score(value, dict(zip(names, values, strict=True)))
+        reasons = (part.reason(answer, score) for part, score in zip(self._parts, scores, strict=True))
+        reason = next(filter(None, reasons), "") if value <= 0 else ""
+        return Score(value, dict(zip(names, values, strict=True)), reason)
 
     def status(self) -> RewardStatus:
         """Return, since the start, each part's (count, sum) and the failures by kind."""
         errors = {} if self._rate is None else dict(self._rate.kinds)
         sums = list(self._sums.items())  # at once: the thread that scores may add a name meanwhile
-        return RewardStatus({name: (int(count), total) for name, (count, total) in sums}, errors)
+        parts = {name: (int(count), total) for name, (count, total) in sums}
+        return RewardStatus(parts, errors, self._zeros.counts())
 
     def obstacles(self) -> tuple[Obstacle, ...]:
-        """Return the failures since the last answer that was scored."""
-        return () if self._rate is None else self._rate.streak.report()
+        """Return the failures since the last answer that was scored, and zeros that look like such."""
+        return () if self._rate is None else (*self._rate.streak.report(), *self._zeros.obstacles())
 
     def child_pids(self) -> list[int]:
         """Return the processes that the parts started and that live."""

@@ -94,6 +94,7 @@ class SingleTurn:
             reward=reward,
             finish_reason=completion.finish_reason,
             reward_parts=score.parts,
+            reason=score.reason,
         )
 
     async def _complete(

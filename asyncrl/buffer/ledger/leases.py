@@ -276,7 +276,7 @@ class ReplicaCommands:
         Raises:
             LedgerError: As `store`.
         """
-        self.breaker.succeed(self._leased(ticket).source)
+        self.breaker.succeed(_check_leased(self.state, ticket).source)
         if is_masked:
             self.drop_masked(ticket)
         elif has_zero_variance:
@@ -462,10 +462,11 @@ class ReplicaCommands:
             self._emit(ev.Reissued(ticket.id, reason.value))
 
 
-def _check_leased(state: LedgerState, ticket: int) -> None:
+def _check_leased(state: LedgerState, ticket: int) -> Ticket:
     found = state.tickets.get(ticket)
     if found is None or found.state is not State.LEASED:
         raise LedgerError(f"ticket {ticket} is not leased")
+    return found
 
 
 def _check_payload(state: LedgerState, num_bytes: int, versions: tuple[int, int]) -> None:

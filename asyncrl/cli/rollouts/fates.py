@@ -29,6 +29,11 @@ WHY_DROPPED: Mapping[str, str] = {
     "poison": "every attempt at it failed",
     "guard": "the guard refused its update",
     "oversized": "a row of it was longer than a microbatch of the learner",
+    "infrastructure": "a reward's or an environment's server, sandbox or process could not be used",
+    "timeout": "its reward or environment took too long at every attempt",
+    "environment": "its environment failed at every attempt",
+    "reward": "no reward could be computed at any attempt",
+    "budget": "the budget of a judge is used up",
 }
 
 

@@ -46,6 +46,7 @@ def headline_of(entry: Entry) -> str:
     fields = [
         f"ticket {fate.ticket}, attempt {fate.attempt}, sample {entry.rollout.sample}",
         f"reward {trajectory.reward:.4g} (mean of its group {entry.rollout.group_mean:.4g})",
+        f"reason {trajectory.reason}" if trajectory.reason else "",
         ", ".join(parts),
         f"ended by {trajectory.finish_reason}",
         turns,
@@ -109,6 +110,7 @@ def _entry_values(entry: Entry) -> dict[str, object]:
         "sample": rollout.sample,
         "reward": trajectory.reward,
         "reward_parts": dict(trajectory.reward_parts),
+        "reason": trajectory.reason,
         "group_mean": rollout.group_mean,
         "finish_reason": trajectory.finish_reason,
         "num_turns": trajectory.num_turns,

@@ -14,6 +14,7 @@ from asyncrl.core.status.statuses import Statuses
 
 WINDOW_S = 2.0
 _PART_COUNT, _PART_SUM, _REWARD_ERRORS = "part count/", "part sum/", "reward errors/"
+_OUTCOMES = "rollout/rewards/"
 _IDLE = "idle/"
 _OVERRIDDEN = "overridden/"
 
@@ -126,6 +127,7 @@ def _reward_metrics(gain: Mapping[str, float], totals: Mapping[str, float]) -> d
         for name, count in _named(gain, _PART_COUNT)
         if count
     }
+    found |= {name: count for name, count in totals.items() if name.startswith(_OUTCOMES)}
     return found | {f"rollout/reward_errors/{kind}": count for kind, count in _named(totals, _REWARD_ERRORS)}
 
 
@@ -173,6 +175,8 @@ def _counts_of(replica: ReplicaStatus) -> Iterator[tuple[str, float]]:
         for name, (count, total) in reward.parts.items():
             yield from ((_PART_COUNT + name, count), (_PART_SUM + name, total))
         yield from ((_REWARD_ERRORS + kind, count) for kind, count in reward.errors.items())
+        for source, outcomes in reward.sources.items():
+            yield from ((f"{_OUTCOMES}{source}/{outcome}", count) for outcome, count in outcomes.items())
     if (gateway := replica.gateway) is not None:
         yield "gateways", 1.0
         yield from ((_OVERRIDDEN + name, count) for name, count in gateway.overridden.items())

@@ -146,6 +146,11 @@ _ROLLOUT = singles(
         "Answers so far without a score, by cause: raised, timeout, not_finite, died, ...",
     ),
     (
+        "rollout/rewards/<source>/<reason>",
+        "answers",
+        "Answers so far of a data source: rewarded, or the reason of a zero or a failure (docs/rewards.md)",
+    ),
+    (
         "reward/<part>/mean",
         "reward",
         "Mean of one part of the reward before weighting, over answers scored in the last 2 s",
@@ -216,7 +221,12 @@ _ROLLOUT = singles(
         "groups",
         "Groups so far whose answers were all truncated and masked, replaced by new prompts",
     ),
-    ("buffer/dropped/poison", "groups", "Groups so far whose every attempt failed"),
+    ("buffer/dropped/poison", "groups", "Groups so far whose attempts failed, or killed their replicas"),
+    (
+        "buffer/dropped/<cause>",
+        "groups",
+        "Groups so far without a reward, by cause: infrastructure, timeout, environment, reward, budget",
+    ),
     ("buffer/dropped/guard", "groups", "Groups so far whose update the guard refused"),
     ("buffer/dropped/oversized", "groups", "Groups so far with a row longer than a microbatch"),
     (

@@ -39,10 +39,11 @@ class EngineStatus(Message, frozen=True, kw_only=True):
 
 
 class RewardStatus(Message, frozen=True):
-    """Since the start: each part's (count, sum), and the failures by kind."""
+    """Since the start: each part's (count, sum), failures by kind, answers by data source and outcome."""
 
     parts: Mapping[str, tuple[int, float]] = {}
     errors: Mapping[str, int] = {}
+    sources: Mapping[str, Mapping[str, int]] = {}
 
 
 class ShapingStatus(Message, frozen=True):

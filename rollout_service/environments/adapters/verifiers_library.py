@@ -8,13 +8,15 @@ interface; the library is no dependency. Tried by hand with 0.1.9; later interfa
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol, SupportsFloat, TypedDict, TypeVar
 
 from asyncrl.core.errors import ConfigError
 from rollout_service.environments.protocol import Environment, EnvironmentFailed, Step
-from rollout_service.rewards.score import Score
+from rollout_service.rewards.score import Score, blame
 
 if TYPE_CHECKING:
     from rollout_service.data.prompts import Prompt
@@ -59,6 +61,7 @@ class State(Row, total=False):
     final_env_response: object
     reward: SupportsFloat
     metrics: Mapping[str, object] | None
+    error: BaseException | None
 
 
 class Rubric(Protocol):
@@ -112,6 +115,7 @@ class VerifiersLibrary:
         missing = [name for name in NEEDED if not hasattr(self._env, name)]
         if missing:
             raise ConfigError(f"the verifiers environment '{id}' has no {', '.join(missing)}")
+        _watch(self._env.rubric)
 
     def __call__(self, prompt: Prompt, seed: int) -> Environment:
         """Return the environment of one episode."""
@@ -178,6 +182,18 @@ class VerifiersEpisode(Environment):
         return Step(messages, is_done=is_final or not messages)
 
     async def score(self) -> Score:
+        error, reason = self._state.get("error"), None
+        if error is not None and (reason := blame(error)) is not None:
+            raise EnvironmentFailed(f"the verifiers environment failed: {error!r}", reason=reason)
+        raised: list[Exception] = []
+        _RAISED.set(raised)
+        score = await self._score()
+        if raised:
+            what = f"a reward function of verifiers raised {type(raised[0]).__name__}: {raised[0]}"
+            raise EnvironmentFailed(what, reason=blame(raised[0])) from raised[0]
+        return score
+
+    async def _score(self) -> Score:
         rubric, state = self._env.rubric, self._state
         known = inspect.signature(rubric.score_rollout).parameters
         if "completion" not in known:
@@ -197,6 +213,31 @@ class VerifiersEpisode(Environment):
         takes_messages = "messages" in inspect.signature(is_completed).parameters
         arguments = (self._messages(), self._state) if takes_messages else (self._state,)
         return bool(await _awaited(is_completed(*arguments)))
+
+
+_RAISED: ContextVar[list[Exception]] = ContextVar("raised")
+"""Errors of the reward functions of the episode that is being scored."""
+
+
+def _watch(rubric: object) -> None:
+    """Note what a rubric's functions raise: the library logs it and goes on with a reward of 0."""
+    for inner in getattr(rubric, "rubrics", ()):
+        _watch(inner)
+    for name in ("funcs", "reward_funcs"):
+        if isinstance(functions := getattr(rubric, name, None), list):
+            functions[:] = map(_watched, functions)
+
+
+def _watched(function: Callable[..., Awaitable[object] | object]) -> Callable[..., Awaitable[object]]:
+    @functools.wraps(function)
+    async def call(*arguments: object, **named: object) -> object:
+        try:
+            return await _awaited(function(*arguments, **named))
+        except Exception as error:  # a user's function may raise anything; `score` fails with it
+            _RAISED.get().append(error)
+            raise
+
+    return call
 
 
 async def _awaited(value: Awaitable[T] | T) -> T:

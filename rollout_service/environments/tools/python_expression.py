@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
 
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.states import Reason
+from rollout_service.environments.protocol import EnvironmentFailed
 from rollout_service.environments.tools.tool import ToolExhausted, ToolRefused
 from rollout_service.reaping import kill_and_reap
 
@@ -24,6 +27,8 @@ CHILD_ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 MAX_CHARS = 2000
 MAX_LINE_BYTES = 1 << 16
 MIN_MEMORY_BYTES = 64 << 20
+BUSY_SHARE = 0.1
+"""Of its time that a late expression has computed for, or it is not to blame: it has nothing to wait for."""
 
 
 class PythonExpression:
@@ -74,6 +79,7 @@ class PythonExpression:
     async def _ask(self, text: str) -> bytes:
         """Return the child's line, empty if it ended instead."""
         child = self._idle.pop() if self._idle else await self._start()
+        before_s = _cpu_s(child.pid)
         assert child.stdin is not None and child.stdout is not None, "both are pipes"
         line = b""
         try:
@@ -81,6 +87,11 @@ class PythonExpression:
                 child.stdin.write(json.dumps(text).encode() + b"\n")
                 line = await child.stdout.readline()
         except TimeoutError:
+            if (busy_s := _cpu_s(child.pid) - before_s) < BUSY_SHARE * self._timeout_s:
+                what = (
+                    f"an expression computed for {busy_s:.2f} s in {self._timeout_s:g} s: the machine is busy"
+                )
+                raise EnvironmentFailed(what, reason=Reason.TIMEOUT) from None
             raise ToolExhausted(f"it took longer than {self._timeout_s:g} s") from None
         finally:
             if line:
@@ -99,3 +110,12 @@ class PythonExpression:
             cwd="/",
             limit=MAX_LINE_BYTES,
         )
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the seconds that a process has computed for, 0 for one that is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from asyncrl.core.config.reading.problems import suggest
 from asyncrl.core.errors import ConfigError
-from rollout_service.environments.protocol import Environment, Step
+from asyncrl.core.states import Reason
+from rollout_service.environments.protocol import Environment, EnvironmentFailed, Step
 from rollout_service.environments.tools.calculator import Calculator
 from rollout_service.environments.tools.calling import CallKey, Calls, Outcome
 from rollout_service.environments.tools.calls import Call, CallFormat, JsonCalls, PatternCalls
@@ -93,7 +94,11 @@ class ToolEpisode(Environment):
         return Step(self._format.tell(results))
 
     async def _answer_all(self, calls: Sequence[Call]) -> list[str]:
-        """Return the results up to the call that used up its time, or that of the turn."""
+        """Return the results up to the call that used up its time.
+
+        Raises:
+            EnvironmentFailed: Together they took too long, most of it waiting for a free process.
+        """
         results: list[str] = []
         end_s = asyncio.get_running_loop().time() + TURN_DEADLINE_S
         for index, call in enumerate(calls):
@@ -134,7 +139,8 @@ async def _call(tool: Tool, text: str, end_s: float, key: CallKey | None) -> Out
     except ToolRefused as error:
         return Outcome(cut_result(f"error: {error}"))
     except TimeoutError:
-        return Outcome("error: it took too long", is_last=True)
+        what = f"the calls of a turn took longer than {TURN_DEADLINE_S:g} s"
+        raise EnvironmentFailed(what, reason=Reason.TIMEOUT) from None
 
 
 def _build_tool(name: str, arguments: Mapping[str, object]) -> Tool:

@@ -6,6 +6,8 @@ an answer.
 
 from __future__ import annotations
 
+import time
+
 from asyncrl.core.errors import ConfigError
 
 try:
@@ -15,6 +17,9 @@ except ImportError as error:
         "the reward 'math_verify' needs the package math-verify", hint="Install it, or use 'math'"
     ) from error
 
+LIMIT_S = 5
+"""Of the library, for parsing and for comparing; beyond it nothing is equal."""
+BUSY_SHARE = 0.5
 OF_GOLD = [LatexExtractionConfig()]
 OF_ANSWER = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
@@ -26,8 +31,15 @@ def score_math_verify(response: str, ground_truth: object, **extra: object) -> f
 
     Raises:
         ValueError: The gold is no mathematics.
+        TimeoutError: A limit of the library was reached, and not by the answer: this process hardly ran.
     """
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
     gold = parse(f"\\boxed{{{ground_truth}}}", extraction_config=OF_GOLD)
     if not gold:
         raise ValueError(f"the ground truth {ground_truth!r} is no mathematics")
-    return float(verify(gold, parse(response, extraction_config=OF_ANSWER)))
+    found = parse(response, extraction_config=OF_ANSWER, parsing_timeout=LIMIT_S)
+    is_equal = verify(gold, found, timeout_seconds=LIMIT_S)
+    took_s, busy_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
+    if not is_equal and took_s >= LIMIT_S and busy_s < BUSY_SHARE * took_s:
+        raise TimeoutError(f"{busy_s:.1f} s of work took {took_s:.1f} s: the machine is too busy")
+    return float(is_equal)

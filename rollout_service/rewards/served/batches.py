@@ -11,12 +11,12 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-from rollout_service.rewards.score import RewardError
+from rollout_service.rewards.score import RewardError, Score
 
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
-Outcome = float | RewardError
+Outcome = Score | RewardError
 
 
 class Batches(Generic[Item]):
@@ -40,13 +40,13 @@ class Batches(Generic[Item]):
         self._max_items = max_items
         self._wait_s = wait_s
         self._free = asyncio.Semaphore(max_running)
-        self._waiting: list[tuple[Item, asyncio.Future[float]]] = []
+        self._waiting: list[tuple[Item, asyncio.Future[Score]]] = []
         self._collecting: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
 
-    async def value(self, item: Item) -> float:
+    async def value(self, item: Item) -> Score:
         """Return the item's number. Raises RewardError."""
-        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         if self._collecting is None or self._collecting.done():
             self._collecting = asyncio.create_task(self._collect())
@@ -76,7 +76,7 @@ class Batches(Generic[Item]):
         self._running.discard(task)
         self._free.release()
 
-    async def _run_batch(self, batch: Sequence[tuple[Item, asyncio.Future[float]]]) -> None:
+    async def _run_batch(self, batch: Sequence[tuple[Item, asyncio.Future[Score]]]) -> None:
         if not batch:
             return
         outcomes: Sequence[Outcome]

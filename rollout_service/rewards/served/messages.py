@@ -70,6 +70,7 @@ class Judged(msgspec.Struct, frozen=True):
     value: float | None = None
     error: str | None = None
     kind: Fault = "raised"
+    reason: str = ""
 
 
 class Batch(TypedDict):

@@ -12,7 +12,7 @@ from dataclasses import asdict
 import msgspec
 
 from asyncrl.core.errors import ConfigError
-from rollout_service.rewards.score import Answer, Fault, RewardError
+from rollout_service.rewards.score import Answer, Fault, RewardError, Score
 from rollout_service.rewards.served.batches import Batches, Outcome
 from rollout_service.rewards.served.frames import pack_frame
 from rollout_service.rewards.served.messages import Batch, BatchScores, ModelItem, ModelSettings
@@ -46,7 +46,7 @@ class ModelReward:
         except (ChildDied, TimeoutError) as error:
             raise ConfigError(f"the model of the reward '{self.name}' did not start: {error}") from error
 
-    async def value(self, answer: Answer) -> float:
+    async def value(self, answer: Answer) -> Score:
         """Return the model's number. Raises RewardError."""
         item = text_of(answer)
         try:
@@ -86,7 +86,7 @@ class ModelReward:
 
     def _outcome(self, item: ModelItem, said: float | tuple[Fault, str]) -> Outcome:
         if isinstance(said, float):
-            return said
+            return Score(said)
         kind, what = said
         return RewardError(f"the reward '{self.name}' (row {item['row']}): {what}", kind=kind)
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import msgspec
 
 from asyncrl.core.errors import ConfigError
-from rollout_service.rewards.score import Answer, RewardError, checked_number
+from asyncrl.core.states import Reason
+from rollout_service.rewards.score import Answer, RewardError, Score, checked_score
 from rollout_service.rewards.served.frames import pack_frame
 from rollout_service.rewards.served.messages import Judged, PlainAnswer
 from rollout_service.rewards.served.processes.child import Child, ChildDied
@@ -63,7 +64,7 @@ class PooledReward:
         self._free = asyncio.Semaphore(workers)
         self._idle: list[Child] = []
         self._children: set[Child] = set()
-        self._calls: set[asyncio.Task[float]] = set()
+        self._calls: set[asyncio.Task[Score]] = set()
 
     async def start(self) -> None:
         """Start one process. Raises ConfigError if the function cannot be loaded."""
@@ -72,7 +73,7 @@ class PooledReward:
         except (ChildDied, TimeoutError) as error:
             raise ConfigError(f"the process of the reward '{self.name}' did not start: {error}") from error
 
-    async def value(self, answer: Answer) -> float:
+    async def value(self, answer: Answer) -> Score:
         """Return the function's number. Raises RewardError."""
         request = plain_answer(answer)
         try:
@@ -99,7 +100,7 @@ class PooledReward:
         """Return the processes that live."""
         return [child.pid for child in self._children if child.is_alive]
 
-    async def _call(self, request: PlainAnswer) -> float:
+    async def _call(self, request: PlainAnswer) -> Score:
         child = None
         row = request["row"]
         try:
@@ -112,14 +113,14 @@ class PooledReward:
         except (ChildDied, ConfigError, ValueError, OSError) as error:
             await self._drop(child)
             message = f"the process of the reward '{self.name}' died (row {row}): {error}"
-            raise RewardError(message, kind="died") from error
+            raise RewardError(message, kind="died", reason=Reason.REWARD) from error
         except asyncio.CancelledError:
             await self._drop(child)
             raise
         self._idle.append(child)
         if judged.error is not None:
-            raise RewardError(judged.error, kind=judged.kind)
-        return checked_number(self.name, judged.value)
+            raise RewardError(judged.error, kind=judged.kind, reason=Reason(judged.reason or Reason.REWARD))
+        return checked_score(self.name, {"score": judged.value, "reason": judged.reason})
 
     async def _take_child(self) -> Child:
         while self._idle:
@@ -136,7 +137,7 @@ class PooledReward:
             self._children.discard(child)
             await child.kill()
 
-    def _end_call(self, call: asyncio.Task[float]) -> None:
+    def _end_call(self, call: asyncio.Task[Score]) -> None:
         self._free.release()
         self._calls.discard(call)
         if not call.cancelled():

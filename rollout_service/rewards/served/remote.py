@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from asyncrl.core.errors import ConfigError
-from rollout_service.rewards.score import Answer, RewardError, checked_number
+from rollout_service.rewards.score import Answer, RewardError, Score, checked_score
 from rollout_service.rewards.served.batches import Batches, Outcome
 from rollout_service.rewards.served.messages import PlainAnswer
 from rollout_service.rewards.served.pool import plain_answer
@@ -77,7 +77,7 @@ class RemoteReward:
     async def start(self) -> None:
         """Nothing is asked yet: the server may come up later."""
 
-    async def value(self, answer: Answer) -> float:
+    async def value(self, answer: Answer) -> Score:
         """Return the server's number. Raises RewardError."""
         item = plain_answer(answer)
         try:
@@ -149,6 +149,6 @@ class RemoteReward:
             if isinstance(score, dict) and "error" in score:
                 said = str(score["error"])[:SHOWN_CHARS]
                 raise RewardError(f"the reward '{self.name}' (row {item['row']}): {said}", kind="raised")
-            return checked_number(self.name, score)
+            return checked_score(self.name, score)
         except RewardError as error:
             return error

@@ -68,10 +68,10 @@ class ExactMatch:
         value = float(answer.response == str(answer.prompt.ground_truth))
         return Score(value, {"exact_match": value})
 
-    def note_scored(self, score: Score) -> None:
+    def note_scored(self, score: Score, source: str) -> None:
         self.scores.append(score)
 
-    def note_failed(self, error: RewardError) -> None:
+    def note_failed(self, error: RewardError, source: str) -> None:
         self.failures.append(error)
 
 

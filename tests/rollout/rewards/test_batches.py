@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollout_service.rewards.score import RewardError
+from rollout_service.rewards.score import RewardError, Score
 from rollout_service.rewards.served.batches import Batches, Item, Outcome
 
 
@@ -21,16 +21,16 @@ def test_what_comes_together_goes_together_and_no_more_batches_than_allowed_run_
         most = max(most, running)
         await asyncio.sleep(0.01)
         running -= 1
-        return [float(item["row"]) for item in items]
+        return [Score(float(item["row"])) for item in items]
 
-    async def work() -> list[float]:
+    async def work() -> list[Score]:
         batches = Batches(run, max_items=4, wait_s=0.01, max_running=2)
         try:
             return await asyncio.gather(*(batches.value({"row": row}) for row in range(18)))
         finally:
             await batches.close()
 
-    assert asyncio.run(work()) == [float(row) for row in range(18)]
+    assert asyncio.run(work()) == [Score(float(row)) for row in range(18)]
     assert (max(sizes), sum(sizes), most) == (4, 18, 2)
 
 
@@ -53,7 +53,7 @@ def test_an_error_of_a_batch_is_that_of_each_of_its_answers_and_the_next_batch_i
     async def run(items: Sequence[Item]) -> Sequence[Outcome]:
         if items[0]["row"] == 0:
             raise RewardError("out of order", kind="died")
-        return [1.0] * len(items)
+        return [Score(1.0)] * len(items)
 
     async def work() -> None:
         batches = Batches(run, max_items=2, wait_s=0.01, max_running=1)
@@ -61,11 +61,11 @@ def test_an_error_of_a_batch_is_that_of_each_of_its_answers_and_the_next_batch_i
             *(batches.value({"row": row}) for row in range(3)), return_exceptions=True
         )
         assert isinstance(first, RewardError) and isinstance(second, RewardError)
-        assert (first.kind, third) == ("died", 1.0)
+        assert (first.kind, third) == ("died", Score(1.0))
         given_up = asyncio.create_task(batches.value({"row": 5}))
         await asyncio.sleep(0)
         given_up.cancel()
-        assert await batches.value({"row": 6}) == 1.0
+        assert await batches.value({"row": 6}) == Score(1.0)
         await batches.close()
         with pytest.raises(asyncio.CancelledError):
             await given_up

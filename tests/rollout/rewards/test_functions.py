@@ -106,22 +106,22 @@ def test_a_function_may_ask_for_extra_information_by_name():
     def score(response: str, ground_truth: str, extra_info: Any, prompt: Any, factor: float = 1.0) -> float:
         return float(extra_info["level"] + len(prompt)) * factor
 
-    assert BoundFunction("level", score)(answer()) == 5.0
-    assert BoundFunction("level", score, {"factor": 2.0})(answer()) == 10.0
+    assert BoundFunction("level", score)(answer()).value == 5.0
+    assert BoundFunction("level", score, {"factor": 2.0})(answer()).value == 10.0
 
 
 def test_verls_form_is_recognised_by_its_parameter_names():
     def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
         return {"score": float(solution_str == ground_truth and data_source == "sums"), "acc": 1}
 
-    assert BoundFunction("verl", compute_score)(answer()) == 1.0
+    assert BoundFunction("verl", compute_score)(answer()).value == 1.0
 
 
 def test_of_verls_four_a_function_gets_those_that_it_takes():
     def compute_score(solution_str: str, ground_truth: str, method: str = "strict") -> float:
         return float(solution_str == ground_truth and method == "flexible")
 
-    assert BoundFunction("verl", compute_score, {"method": "flexible"})(answer()) == 1.0
+    assert BoundFunction("verl", compute_score, {"method": "flexible"})(answer()).value == 1.0
     everything = BoundFunction("verl", lambda solution_str, **told: float(len(told)))
     assert everything(answer()) == 3.0
 

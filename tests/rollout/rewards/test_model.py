@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForSequenceClassific
 
 from asyncrl.core.errors import ConfigError
 from rollout_service.data.prompts import Prompt
-from rollout_service.rewards.score import RewardError
+from rollout_service.rewards.score import RewardError, Score
 from rollout_service.rewards.served.messages import ModelSettings
 from rollout_service.rewards.served.model import ModelReward
 from rollout_service.rewards.served.processes.model_process import Classifier
@@ -65,7 +65,8 @@ def test_a_model_scores_answers_in_batches_as_it_does_one_by_one_and_a_long_one_
         await reward.start()
         try:
             calls = [reward.value(answer(response, CHAT)) for response in (*RESPONSES, "x" * 200)]
-            return await asyncio.gather(*calls, return_exceptions=True)
+            found = await asyncio.gather(*calls, return_exceptions=True)
+            return [one.value if isinstance(one, Score) else one for one in found]
         finally:
             await reward.close()
 
@@ -111,14 +112,14 @@ def test_a_model_whose_process_dies_or_hangs_fails_what_it_had_and_starts_again(
     async def run() -> None:
         await reward.start()
         try:
-            assert await reward.value(answer("a", CHAT)) == pytest.approx(wanted[0], abs=1e-5)
+            assert (await reward.value(answer("a", CHAT))).value == pytest.approx(wanted[0], abs=1e-5)
             assert await fail(signal.SIGSTOP) == "timeout"
-            assert await reward.value(answer("!", CHAT)) == pytest.approx(wanted[2], abs=1e-5)
+            assert (await reward.value(answer("!", CHAT))).value == pytest.approx(wanted[2], abs=1e-5)
             (pid,) = reward.child_pids()
             os.kill(pid, signal.SIGKILL)
             while reward.child_pids():
                 await asyncio.sleep(0.01)
-            assert await reward.value(answer("a", CHAT)) == pytest.approx(wanted[0], abs=1e-5)
+            assert (await reward.value(answer("a", CHAT))).value == pytest.approx(wanted[0], abs=1e-5)
         finally:
             await reward.close()
 

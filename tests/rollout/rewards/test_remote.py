@@ -38,7 +38,7 @@ def ask(handler: Handler, *responses: str, deadline_s: float = 20.0, batch: int 
 
     async def ask_one(reward: RemoteReward, response: str) -> Any:
         try:
-            return await reward.value(answer(response))
+            return (await reward.value(answer(response))).value
         except RewardError as error:
             return error.kind, error.message
 

@@ -79,13 +79,13 @@ def test_parts_are_weighed_and_summed_and_each_is_told_before_weighting():
 
 def test_one_part_that_fails_fails_the_answer_and_ends_the_other_calls():
     class Slow(FunctionReward):
-        async def value(self, answer: Answer) -> float:
+        async def value(self, answer: Answer) -> Score:
             try:
                 await asyncio.sleep(3600)
             except asyncio.CancelledError:
                 ended.append(self.name)
                 raise
-            return 0.0
+            return Score(0.0)
 
     ended: list[str] = []
     parts = [Weighed(Slow("slow", score_or_refuse)), Weighed(FunctionReward("bad", score_or_refuse))]
@@ -93,7 +93,8 @@ def test_one_part_that_fails_fails_the_answer_and_ends_the_other_calls():
     (error,) = ask(reward, "bad")
     assert isinstance(error, RewardError) and "KeyError" in error.message
     assert ended == ["slow"]
-    assert reward.status() == RewardStatus({"slow": (0, 0.0), "bad": (0, 0.0)}, {"raised": 1})
+    counts = {"slow": (0, 0.0), "bad": (0, 0.0)}
+    assert reward.status() == RewardStatus(counts, {"raised": 1}, {"sums": {"reward": 1}})
 
 
 def test_a_sum_that_is_not_finite_is_an_error():
@@ -147,7 +148,7 @@ def test_a_trial_tells_at_once_of_a_part_that_fails_on_a_ground_truth_and_counts
         assert (told.cause, told.count) == ("rewards_fail", 1)
         assert told.reason.startswith("tried on a ground truth: the reward 'bad' raised KeyError: 'answer'")
         assert reward.status().errors == {} and reward.status().parts["good"] == (0, 0.0)
-        reward.note_scored(Score(1.0))
+        reward.note_scored(Score(1.0), "")
         assert reward.obstacles() == ()
         await reward.close()
 
@@ -156,7 +157,7 @@ def test_a_trial_tells_at_once_of_a_part_that_fails_on_a_ground_truth_and_counts
 
 def test_closing_ends_a_trial_that_hangs():
     class Hanging(FunctionReward):
-        async def value(self, answer: Answer) -> float:
+        async def value(self, answer: Answer) -> Score:
             return await asyncio.get_running_loop().create_future()
 
     reward = TotalReward([Weighed(Hanging("hangs", score_or_refuse))], ErrorRate(0.0))
@@ -247,22 +248,22 @@ def test_a_replica_counts_parts_and_failures_and_drops_the_groups_that_failed(tm
 def test_what_an_environment_scores_or_fails_by_itself_is_counted_too():
     reward = total_of(score_or_refuse, 0.2)
     for _ in range(MIN_ANSWERS - 1):
-        reward.note_scored(Score(0.5, {"game": 0.5}))
-    reward.note_failed(RewardError("the game broke", kind="raised"))
+        reward.note_scored(Score(0.5, {"game": 0.5}), "")
+    reward.note_failed(RewardError("the game broke", kind="raised"), "")
     counts = reward.status()
     assert counts.parts == {"mine": (0, 0.0), "game": (MIN_ANSWERS - 1, 0.5 * (MIN_ANSWERS - 1))}
     assert counts.errors == {"raised": 1}
     for _ in range(4):  # 5 of 24 are too many
         with contextlib.suppress(RewardError):
-            reward.note_failed(RewardError("the game broke"))
+            reward.note_failed(RewardError("the game broke"), "")
     with pytest.raises(RewardsFailed, match="the game broke"):
-        reward.note_failed(RewardError("the game broke"))
+        reward.note_failed(RewardError("the game broke"), "")
 
 
 def test_an_environment_cannot_bring_more_parts_than_a_group_holds():
     reward = total_of(score_or_refuse)
     for number in range(2 * MAX_REWARD_PARTS):
-        reward.note_scored(Score(0.0, {f"part {number}": 0.0}))
+        reward.note_scored(Score(0.0, {f"part {number}": 0.0}), "")
     assert len(reward.status().parts) == MAX_REWARD_PARTS
 
 
@@ -271,7 +272,7 @@ def test_a_part_that_arrives_while_another_thread_asks_for_the_counts_ends_nothi
         """The sums of a part; while they are read, an answer with a further part is counted."""
 
         def __iter__(self) -> Iterator[Any]:
-            reward.note_scored(Score(1.0, {"late": 1.0}))
+            reward.note_scored(Score(1.0, {"late": 1.0}), "")
             return super().__iter__()
 
     reward = total_of(score_or_refuse)

@@ -52,9 +52,10 @@ def answer_request(bound: BoundFunction, request: PlainAnswer) -> Judged:
     task = PlainTask(*told, request["extra_info"])
     try:
         answer = Answer(task, request["response"], request["finish_reason"], request["num_tokens"])
-        return Judged(value=bound(answer))
+        score = bound(answer)
+        return Judged(value=score.value, reason=score.reason)
     except RewardError as error:
-        return Judged(error=error.message, kind=error.kind)
+        return Judged(error=error.message, kind=error.kind, reason=error.reason)
 
 
 def load_function(name: str, named: str, arguments: Mapping[str, object]) -> BoundFunction:
