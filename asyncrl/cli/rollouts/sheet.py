@@ -110,7 +110,7 @@ def _entry_values(entry: Entry) -> dict[str, object]:
         "sample": rollout.sample,
         "reward": trajectory.reward,
         "reward_parts": dict(trajectory.reward_parts),
-        "reason": trajectory.reason,
+        "reward_reason": trajectory.reason,
         "group_mean": rollout.group_mean,
         "finish_reason": trajectory.finish_reason,
         "num_turns": trajectory.num_turns,

@@ -14,7 +14,7 @@ from asyncrl.core.status.statuses import Statuses
 
 WINDOW_S = 2.0
 _PART_COUNT, _PART_SUM, _REWARD_ERRORS = "part count/", "part sum/", "reward errors/"
-_OUTCOMES = "rollout/rewards/"
+_OUTCOMES = "outcomes/"
 _IDLE = "idle/"
 _OVERRIDDEN = "overridden/"
 
@@ -127,7 +127,7 @@ def _reward_metrics(gain: Mapping[str, float], totals: Mapping[str, float]) -> d
         for name, count in _named(gain, _PART_COUNT)
         if count
     }
-    found |= {name: count for name, count in totals.items() if name.startswith(_OUTCOMES)}
+    found |= {f"rollout/rewards/{name}": count for name, count in _named(totals, _OUTCOMES)}
     return found | {f"rollout/reward_errors/{kind}": count for kind, count in _named(totals, _REWARD_ERRORS)}
 
 

@@ -216,7 +216,7 @@ def test_a_new_reward_is_one_function_and_its_record(tmp_path: Path, monkeypatch
     caveats = find_caveats(config, Setting.of(config), Rates(source="a run"), 10)
     assert any(line.startswith("reward.fn mine: ") for line in caveats)
     assert choose_extract(["mine"])("abc") == "c"
-    assert load_function("mine", mine.function, {})(answer("abc")) == 3.0
+    assert load_function("mine", mine.function, {})(answer("abc")).value == 3.0
 
 
 @pytest.mark.parametrize("name", journal_names())

@@ -123,7 +123,7 @@ def test_of_verls_four_a_function_gets_those_that_it_takes():
 
     assert BoundFunction("verl", compute_score, {"method": "flexible"})(answer()).value == 1.0
     everything = BoundFunction("verl", lambda solution_str, **told: float(len(told)))
-    assert everything(answer()) == 3.0
+    assert everything(answer()).value == 3.0
 
 
 @pytest.mark.parametrize(
