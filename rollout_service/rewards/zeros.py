@@ -1,8 +1,8 @@
 """Statistics of rewards by data source, and the alarm for zeros that look like faults (pure).
 
 A zero is a reward of 0 or less. Owns the counts by source and outcome, and two rules: zeros whose reason
-reads like a fault are a share of the newest rewards, or the share of zeros has jumped. A task that is hard
-from the start raises neither: its zeros say that the model is wrong, and their share was never lower.
+reads like a fault are a share of the newest rewards, or hardly any reward is left of what was usual. A task
+that is hard from the start raises neither: its zeros say that the model is wrong, and were no fewer before.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from collections import Counter, deque
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.states import Reason
 
-NEWEST, MIN_USUAL, MAX_USUAL = 128, 128, 512
+NEWEST, MIN_USUAL, MAX_USUAL = 256, 256, 1024
 """Rewards that are judged, and those before them that say what is usual."""
-FAULTY_SHARE, JUMP = 0.2, 0.5
+FAULTY_SHARE = 0.2
+LEAST_REWARDED, FALL = 0.35, 0.25
+"""Usual share of other rewards than 0, and the part of it that is left. Samples of one prompt are alike: all
+of 256 answers of a poorer source may be 0 by chance."""
 MAX_SOURCES = 32
 _NAMED = frozenset(Reason)
 REWARDED, UNSAID, OTHER = "rewarded", "unsaid", "other"
@@ -31,34 +34,41 @@ class SourceRewards:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.alarm = ""
         self._newest: deque[str | None] = deque(maxlen=NEWEST)
         self._usual: deque[bool] = deque(maxlen=MAX_USUAL)
-        self.alarm = ""
+        self._zeros: Counter[str] = Counter()
 
     def add(self, value: float, reason: str) -> None:
         """Count a reward; its reason is read where it is a zero."""
         outcome = reason if value <= 0 else None
         self.counts[_outcome_of(outcome)] += 1
-        if len(self._newest) == NEWEST and not self.alarm:
-            self._usual.append(self._newest[0] is not None)
+        if len(self._newest) == NEWEST:
+            self._forget(self._newest[0])
         self._newest.append(outcome)
-        self.alarm = self._judge()
+        if outcome is not None:
+            self._zeros[outcome] += 1
+        self.alarm = self._judge() if len(self._newest) == NEWEST else ""
+
+    def _forget(self, outcome: str | None) -> None:
+        if not self.alarm:
+            self._usual.append(outcome is not None)
+        if outcome is not None:
+            self._zeros -= Counter((outcome,))
 
     def _judge(self) -> str:
-        if len(self._newest) < NEWEST:
-            return ""
-        zeros = [one for one in self._newest if one is not None]
-        faulty = Counter(one for one in zeros if _LIKE_FAULT.search(one))
+        num_zeros = self._zeros.total()
+        faulty = Counter({said: count for said, count in self._zeros.items() if _LIKE_FAULT.search(said)})
         if faulty.total() >= FAULTY_SHARE * NEWEST:
             said, _ = faulty.most_common(1)[0]
             return f"{faulty.total()} of the last {NEWEST} rewards are 0 for reasons like {said!r}"
-        usual = sum(self._usual) / max(1, len(self._usual))
-        if len(self._usual) >= MIN_USUAL and len(zeros) >= (usual + JUMP) * NEWEST:
-            said = ", ".join(
-                f"{count} {name}" for name, count in Counter(map(_outcome_of, zeros)).most_common(3)
-            )
-            return f"{len(zeros)} of the last {NEWEST} rewards are 0 ({said}), {usual:.0%} were before"
-        return ""
+        if len(self._usual) < MIN_USUAL or NEWEST - num_zeros > FALL * NEWEST:
+            return ""
+        usual = 1.0 - sum(self._usual) / len(self._usual)
+        if usual < LEAST_REWARDED or NEWEST - num_zeros > FALL * usual * NEWEST:
+            return ""
+        said = ", ".join(f"{count} {_outcome_of(one)}" for one, count in self._zeros.most_common(3))
+        return f"{num_zeros} of the last {NEWEST} rewards are 0 ({said}), {1.0 - usual:.0%} were before"
 
 
 class ZeroWatch:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.states import Reason
 from rollout_service.rewards.score import Answer, RewardError, Score, checked_score
 from rollout_service.rewards.served.batches import Batches, Outcome
 from rollout_service.rewards.served.messages import PlainAnswer
@@ -130,12 +131,14 @@ class RemoteReward:
         if reply.status >= 500 or reply.status == 429:
             raise _TryAgain(f"status {reply.status}: {shown}")
         if reply.status != 200:
-            raise RewardError(f"the reward '{self.name}': status {reply.status}: {shown}", kind="refused")
+            what = f"the reward '{self.name}': status {reply.status}: {shown}"
+            raise RewardError(what, kind="refused", reason=Reason.INFRASTRUCTURE)
         try:
             found: object = json.loads(body)
             return found
         except ValueError as error:
-            raise RewardError(f"the reward '{self.name}' sent no JSON: {shown}", kind="refused") from error
+            what = f"the reward '{self.name}' sent no JSON: {shown}"
+            raise RewardError(what, kind="refused", reason=Reason.INFRASTRUCTURE) from error
 
     def _outcomes(self, items: Sequence[PlainAnswer], said: object) -> list[Outcome]:
         scores = said.get("scores") if isinstance(said, dict) else None
