@@ -74,6 +74,7 @@ class RewardFacts:
     Attributes:
         function: `module:name` of its function; empty for a reward with a model.
         has_model: Whether a model scores, that of its argument `path`.
+        is_judge: Whether that model is asked at a server, that of its argument `base_url`.
         is_pooled: Whether processes beside the replica call it.
         forms: Values of its argument `pattern`, the first by default, that the replica computes itself; any
             other is a regular expression.
@@ -83,6 +84,7 @@ class RewardFacts:
 
     function: str = ""
     has_model: bool = False
+    is_judge: bool = False
     is_pooled: bool = False
     forms: tuple[str, ...] = ()
     answer: str = ""

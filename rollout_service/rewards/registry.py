@@ -21,6 +21,7 @@ from asyncrl.core.variants import RewardFacts, function
 from rollout_service.declared import find_definition, parse, returns_nothing, stand_in
 from rollout_service.rewards.calling import BoundFunction, FunctionReward
 from rollout_service.rewards.score import Answer, Part
+from rollout_service.rewards.served.judge import JudgeReward, JudgeSettings
 from rollout_service.rewards.served.messages import ModelSettings
 from rollout_service.rewards.served.model import ModelReward
 from rollout_service.rewards.served.pool import PooledReward
@@ -63,6 +64,8 @@ def build_part(entry: RewardPart, folder: Path) -> Part:
     fn, arguments = entry.fn, entry.arguments
     if is_url := fn.startswith(("http://", "https://")):
         _check_url(fn)
+    if isinstance(base_url := arguments.get("base_url"), str) and fn in REWARDS:
+        _check_url(base_url)
     name = entry.name or default_name(fn)
     if fn in REWARDS:
         return _registered(name, entry, REWARDS[fn])
@@ -82,6 +85,8 @@ def build_part(entry: RewardPart, folder: Path) -> Part:
 
 def _registered(name: str, entry: RewardPart, facts: RewardFacts) -> Part:
     arguments = entry.arguments
+    if facts.is_judge:
+        return _with_settings(name, arguments, JudgeReward, JudgeSettings, ("deadline_s",))
     if facts.has_model:
         return _with_settings(name, arguments, ModelReward, ModelSettings)
     has_form = bool(facts.forms) and arguments.get("pattern", facts.forms[0]) in facts.forms
@@ -164,10 +169,11 @@ def _with_settings(
     name: str,
     arguments: Arguments,
     make: Callable[..., Part],
-    settings: Callable[..., ModelSettings | RemoteSettings],
+    settings: Callable[..., ModelSettings | RemoteSettings | JudgeSettings],
+    limits: Sequence[str] = ("batch", "deadline_s"),
 ) -> Part:
-    """Return a part with settings of its own; `batch` and `deadline_s` are the part's."""
-    of_part: Arguments = {key: arguments[key] for key in ("batch", "deadline_s") if key in arguments}
+    """Return a part with settings of its own; `limits` are the part's."""
+    of_part: Arguments = {key: arguments[key] for key in limits if key in arguments}
     _check_limits(name, of_part)
     told = {key: value for key, value in arguments.items() if key not in of_part}
     known = inspect.signature(settings).parameters

@@ -27,4 +27,5 @@ REWARDS: Mapping[str, RewardFacts] = {
     "digit_sort": RewardFacts(f"{_MATCHING}:score_digit_sort", compares_text=True),
     "format": RewardFacts(f"{_MATCHING}:score_format", is_pooled=True, forms=FORMS),
     "model": RewardFacts(has_model=True),
+    "judge": RewardFacts(has_model=True, is_judge=True),
 }

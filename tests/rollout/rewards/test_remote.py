@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 
 from rollout_service.rewards.score import RewardError
-from rollout_service.rewards.served import remote
+from rollout_service.rewards.served import posting, remote
+from rollout_service.rewards.served.posting import JsonServer
 from rollout_service.rewards.served.remote import RemoteReward, RemoteSettings
 from tests.rollout.rewards.judging import answer
 
@@ -60,7 +61,7 @@ def reply(scores: Any) -> web.Response:
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "the-key")
-    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(posting, "FIRST_PAUSE_S", 0.01)
 
 
 def test_answers_go_in_batches_with_all_that_is_known_and_each_gets_its_own_score():
@@ -119,16 +120,16 @@ def test_at_the_deadline_the_last_reason_is_told(monkeypatch: pytest.MonkeyPatch
     async def judge(request: web.Request) -> web.Response:
         return web.Response(status=500, text="out of order")
 
-    post, left_s = RemoteReward._post, list[float]()
+    post, left_s = JsonServer._post, list[float]()
 
-    async def post_third_time_late(reward: RemoteReward, items: Any, timeout_s: float) -> object:
+    async def post_third_time_late(server: JsonServer, body: Any, timeout_s: float) -> object:
         left_s.append(timeout_s)
         try:
-            return await post(reward, items, timeout_s)
+            return await post(server, body, timeout_s)
         finally:
             advance(500.0 if len(left_s) == 3 else 0.0)
 
-    monkeypatch.setattr(RemoteReward, "_post", post_third_time_late)
+    monkeypatch.setattr(JsonServer, "_post", post_third_time_late)
     ((kind, message),) = ask(judge, "4", deadline_s=500.0)
     assert kind == "unreachable" and len(left_s) == 3
     assert "did not answer within 500 s: status 500: out of order" in message
@@ -204,4 +205,4 @@ def test_an_endless_reply_is_cut():
 
     ((kind, message),) = ask(judge, "4")
     assert (kind, len(message) < 1000) == ("refused", True)
-    assert remote.MAX_REPLY_BYTES >> 16 <= len(written) < 500
+    assert posting.MAX_REPLY_BYTES >> 16 <= len(written) < 500
