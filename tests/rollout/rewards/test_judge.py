@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +21,9 @@ from rollout_service.data.prompts import Prompt
 from rollout_service.rewards.score import Answer, RewardError
 from rollout_service.rewards.served import posting
 from rollout_service.rewards.served.judge import JudgeReward, JudgeSettings
+from rollout_service.tasks.tiny_text import make_folder
 from tests.rollout.rewards.judging import PROMPT, answer, reward_of
+from tests.waiting import wait_for
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -327,3 +335,57 @@ def test_a_judge_is_a_part_like_others_and_its_failure_fails_the_answer():
                 await reward.close()
 
     assert asyncio.run(run()) == (1.25, {"exact_match": 1.0, "judge": 0.5})
+
+
+@contextlib.contextmanager
+def vllm_serving(folder: Path) -> Iterator[str]:
+    """Run vLLM's own server with a tiny model."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--served-model-name", "judge-tiny", "--port", str(port), "--host", "127.0.0.1"]
+    command += ["--enforce-eager", "--max-model-len", "1024", "--dtype", "float32"]
+    log = (folder / "server.log").open("w")
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        wait_for(
+            lambda: server.poll() is not None or "startup complete" in (folder / "server.log").read_text(),
+            "vLLM's server",
+            deadline_s=400.0,
+        )
+        assert server.poll() is None, (folder / "server.log").read_text()[-3000:]
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60.0)
+        log.close()
+
+
+@pytest.mark.long
+def test_a_judge_asks_vllms_own_server(tmp_path: Path):
+    """A model of nonsense: its verdict is a digit or a failure, and the same each time."""
+
+    async def work(url: str) -> None:
+        settings = JudgeSettings(url, "judge-tiny", parse=r"(\d)", scale=9.0, attempts=2, max_tokens=64)
+        judge = JudgeReward("judge", settings, 120.0)
+        other = JudgeReward("judge", JudgeSettings(url, "no-such-model"), 120.0)
+        try:
+            first = await value_of(judge, "4")
+            used = judge.num_calls, judge.num_tokens
+            assert used[0] >= 1 and used[1] > 100, "the prompt alone has more tokens"
+            again = await value_of(judge, "4")
+            if isinstance(first, float):
+                assert 0.0 <= first <= 1.0 and (judge.num_calls, judge.num_tokens) == used
+            else:
+                assert first[0] == "reward" and "a verdict without a score: " in first[1]
+            assert first == again
+            reason, message = await value_of(other, "4")
+            assert reason == "infrastructure" and "status 404" in message and "no-such-model" in message
+        finally:
+            await judge.close()
+            await other.close()
+
+    with vllm_serving(make_folder(tmp_path / "model")) as url:
+        asyncio.run(work(url))
