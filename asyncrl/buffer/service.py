@@ -337,8 +337,7 @@ class RequestHandler:
 
     def obstacles(self) -> tuple[Obstacle, ...]:
         """Return what keeps groups from coming in: of the journal, and of data sources."""
-        ledger = self.store.ledger
-        return (*self.store.journal.obstacles(), *ledger.breaker.obstacles(ledger.num_sources))
+        return (*self.store.journal.obstacles(), *self.store.ledger.breaker.obstacles())
 
     def count_wire(self) -> dict[str, int]:
         """Return what the server has counted."""

@@ -208,10 +208,8 @@ def encode_group(group: Group) -> list[wire.Frame]:
         "turns": [trajectory.num_turns for trajectory in trajectories],
         "parts": _parts_by_name(trajectories),
     }
-    if any(reasons := [trajectory.reason for trajectory in trajectories]):
-        header["reasons"] = reasons
-    if group.baseline_reward is not None:
-        header["baseline_reward"] = group.baseline_reward
+    header |= {"reasons": reasons} if any(reasons := [one.reason for one in trajectories]) else {}
+    header |= {} if group.baseline_reward is None else {"baseline_reward": group.baseline_reward}
     if group.forked:
         header["samples"] = list(group.forked)
     return [
@@ -245,9 +243,7 @@ def _check_part_names(names: Collection[object]) -> None:
         raise WireError(f"a group has {len(names)} reward parts, over the limit of {MAX_REWARD_PARTS}")
     for name in names:
         if not isinstance(name, str) or not 0 < len(name) <= MAX_PART_NAME_CHARS or not name.isprintable():
-            raise WireError(
-                f"the name of a reward part is printable text of 1 to {MAX_PART_NAME_CHARS} chars"
-            )
+            raise WireError(f"a reward part's name is printable text of 1 to {MAX_PART_NAME_CHARS} chars")
 
 
 def _parts_by_name(trajectories: Sequence[Trajectory]) -> dict[str, list[float | None]]:
@@ -390,7 +386,7 @@ def _read_columns(frames: Sequence[wire.Frame]) -> _Columns:
         finish=finish,
         turns=turns,
         parts=_reward_parts(header, len(lengths)),
-        reasons=_reasons(header, len(lengths)),
+        reasons=wire.texts(header, "reasons", len(lengths), MAX_REASON_CHARS),
         prompt_ids=_array(frames[1], "<i4", None, "prompt_ids"),
         response_ids=_array(frames[2], "<i4", total, "response_ids"),
         masks=_array(frames[3], "u1", total, "loss_mask"),
@@ -454,19 +450,6 @@ def _reward_parts(header: Mapping[str, object], num_trajectories: int) -> dict[s
         if not all(value is None or (type(value) is float and math.isfinite(value)) for value in values):
             raise WireError(f"the reward part '{name}' is not finite")
     return parts
-
-
-def _reasons(header: Mapping[str, object], num_trajectories: int) -> list[str]:
-    if "reasons" not in header:
-        return [""] * num_trajectories
-    reasons: list[object] = wire.field(header, "reasons", list)
-    if len(reasons) != num_trajectories:
-        raise WireError(f"the reasons of rewards do not fit {num_trajectories} trajectories")
-    if not all(
-        isinstance(one, str) and len(one) <= MAX_REASON_CHARS and one.isprintable() for one in reasons
-    ):
-        raise WireError(f"the reason of a reward is printable text of up to {MAX_REASON_CHARS} chars")
-    return [*map(str, reasons)]
 
 
 def _non_negative_ints(header: Mapping[str, object], name: str) -> list[int]:

@@ -110,3 +110,14 @@ def field(fields: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -
     if is_bool_for_number or not isinstance(value, kind):
         raise WireError(f"the field '{name}' is a {type(value).__name__}, wanted {kind}")
     return value
+
+
+def texts(header: Mapping[str, object], name: str, length: int, max_chars: int) -> list[str]:
+    """Return `length` short texts, empty ones where the header lacks them. Raises WireError."""
+    if name not in header:
+        return [""] * length
+    found: list[object] = field(header, name, list)
+    kept = [one for one in found if isinstance(one, str) and len(one) <= max_chars and one.isprintable()]
+    if len(found) != length or len(kept) != length:
+        raise WireError(f"the field '{name}' must hold {length} printable texts of up to {max_chars} chars")
+    return kept

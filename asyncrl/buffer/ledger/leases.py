@@ -47,7 +47,7 @@ class ReplicaCommands:
         self.settings = settings
         self.max_lag = settings.max_lag
         self.state = LedgerState(settings)
-        self.breaker = SourceBreaker(self._is_leased)
+        self.breaker = SourceBreaker(lambda: self.state)
         self._begin()
 
     def _begin(self) -> None:
@@ -119,11 +119,8 @@ class ReplicaCommands:
             raise DataError("no replica has described the training data yet", hint="Call describe_data first")
         served_step = self._served_step(version)
         grants: list[Grant] = []
-        while served_step is not None and len(grants) < want:
-            admitted = self._admit(served_step, now)
-            if admitted is None:
-                break
-            ticket, position = admitted
+        while served_step is not None and len(grants) < want and (found := self._admit(served_step, now)):
+            ticket, position = found
             if ticket.partial is not None and not _may_go_on(self.state, ticket.partial, position):
                 self._emit(ev.PartialDropped(ticket.id, PartialLoss.STALE.value))
             self._emit(ev.Leased(ticket.id, replica, now + self.settings.lease_s, position, version))
@@ -149,71 +146,36 @@ class ReplicaCommands:
         """Apply the rules; issue a ticket if none waits. Return the next one to lease, and its position."""
         state, settings = self.state, self.settings
         first, position = state.next_positions()
-        ticket = self._next_issued(now)
+        ticket = self.breaker.next_issued(now)
         if ticket is not None:
             position = max(first, min(position, ticket.position))
-        elif not self._may_issue(now):
+        elif not (self.breaker.may_lease_any(now) and self._may_issue()):
             return None
-        if not is_admissible(position, settings.groups_per_step, served_step, self.max_lag):
-            return None
-        if state.memory_bytes + settings.max_group_bytes > settings.memory_bytes:
+        has_memory = state.memory_bytes + settings.max_group_bytes <= settings.memory_bytes
+        if not (has_memory and is_admissible(position, settings.groups_per_step, served_step, self.max_lag)):
             return None
         return ticket or self._issue_new(position, now), position
 
-    def _next_issued(self, now: float) -> Ticket | None:
-        """Return the oldest issued ticket of a source that may be leased."""
-        heap, tickets = self.state.issued_heap, self.state.tickets
-        in_order = sorted(heap) if self.breaker.has_open else heap[:1]
-        found = (tickets[number] for number in in_order)
-        return next((one for one in found if self.breaker.may_lease(one.source, now)), None)
-
-    def _held(self) -> list[int]:
-        """Return the issued tickets that wait for their source, oldest first."""
-        if not self.breaker.has_open:
-            return []
-        tickets = self.state.tickets
-        return [
-            number
-            for number in sorted(self.state.issued_heap)
-            if self.breaker.is_open(tickets[number].source)
-        ]
-
-    def _is_leased(self, attempt: tuple[int, int]) -> bool:
-        found = self.state.tickets.get(attempt[0])
-        return found is not None and found.state is State.LEASED and found.attempt == attempt[1]
-
-    def _may_issue(self, now: float) -> bool:
+    def _may_issue(self) -> bool:
         settings, state = self.settings, self.state
-        if not any(self.breaker.may_lease(source, now) for source in range(self.num_sources)):
-            return False
         limit = max_open_tickets(settings.groups_per_step, self.max_lag)
-        is_room = state.num_open - len(self._held()) < min(limit, state.paced_open_tickets or limit)
+        is_room = state.num_open - len(self.breaker.held()) < min(limit, state.paced_open_tickets or limit)
         is_room = is_room or state.num_unplaced < state.num_missing
         return is_room and state.counts[State.STORED] < settings.ready_batches * settings.groups_per_step
 
-    @property
-    def num_sources(self) -> int:
-        """Number of data sources."""
-        return max(1, len(self.state.sources))
-
     def _issue_new(self, position: int, now: float) -> Ticket:
         """Issue tickets up to one of a source that may be leased; the others are held until theirs may."""
-        while True:
-            ticket = self._draw(position)
-            if self.breaker.may_lease(ticket.source, now):
-                break
-        for number in self._held()[:-MAX_HELD]:
-            self._emit(ev.Dropped(number, DropReason.INFRASTRUCTURE.value, True))
-        return ticket
-
-    def _draw(self, position: int) -> Ticket:
-        state = self.state
+        state, settings = self.state, self.settings
         if self._order is None:
             sources = tuple(Source(*one) for one in state.sources) or (Source(state.num_prompts),)
-            settings = self.settings
             self._order = PromptOrder(settings.run_seed, sources, settings.is_shuffled, settings.is_ascending)
-        self._emit(ev.Issued(state.num_issued + 1, *self._order.at(state.num_drawn), position, 0, 0))
-        return state.tickets[state.num_issued]
+        ticket = None
+        while ticket is None or not self.breaker.may_lease(ticket.source, now):
+            self._emit(ev.Issued(state.num_issued + 1, *self._order.at(state.num_drawn), position, 0, 0))
+            ticket = state.tickets[state.num_issued]
+        for number in self.breaker.held()[:-MAX_HELD]:
+            self._emit(ev.Dropped(number, DropReason.INFRASTRUCTURE.value, True))
+        return ticket
 
     def _grant(self, ticket: Ticket) -> Grant:
         seed = ticket_seed(self.settings.run_seed, ticket.id)
@@ -372,18 +334,16 @@ class ReplicaCommands:
     def fail(
         self, replica: str, ticket: int, attempt: int, cause: str = "", said: str = "", now: float = 0.0
     ) -> bool:
-        """Count a failed attempt; return False if the replica does not hold it.
-
-        Args:
-            cause: As of `messages.Fail`; the last one is the reason if the ticket is dropped.
-            said: The failure's message.
-        """
+        """Count an attempt that failed by `cause` (`messages.Fail`); return False if it is not held."""
         if not self.holds_lease(replica, ticket, attempt):
             return False
-        found = self.state.tickets[ticket]
+        found, last = (
+            self.state.tickets[ticket],
+            DropReason(cause) if cause in FAILURES else DropReason.POISON,
+        )
         if cause == Reason.INFRASTRUCTURE:
             self.breaker.fail(found.source, (ticket, attempt), said, now)
-        self._give_back(found, Reissue.FAILED, DropReason(cause) if cause in FAILURES else DropReason.POISON)
+        self._give_back(found, Reissue.FAILED, last)
         return True
 
     def release(self, replica: str, held: Sequence[tuple[int, int]]) -> int:

@@ -26,6 +26,7 @@ from asyncrl.buffer.ledger.tickets import (
     Ticket,
     finish_evaluation,
     leave_parts,
+    take_issued,
     with_record,
 )
 from asyncrl.core.metrics.tallies import Tally
@@ -211,15 +212,14 @@ class LedgerState(Facts):
         number, source, pass_number, index, position, parent, generation = event
         assert number == self.num_issued + 1, "tickets are numbered in order of issue"
         ticket = Ticket(number, source, pass_number, index, position, parent, generation)
-        self.num_drawn += not parent
-        self.num_issued = number
+        self.num_drawn, self.num_issued = self.num_drawn + (not parent), number
         self.tickets[number] = ticket
         self.counts[State.ISSUED] += 1
         heapq.heappush(self.issued_heap, number)
 
     def _lease(self, event: ev.Leased) -> None:
         number, replica, deadline, position, version = event
-        self._unissue(number)
+        take_issued(self.issued_heap, number)
         ticket = self.tickets[number]
         ticket.replica, ticket.deadline, ticket.position = replica, deadline, position
         ticket.version = self._oldest_version(ticket, version)
@@ -234,14 +234,6 @@ class LedgerState(Facts):
         heapq.heappush(self.deadlines, (deadline, number, ticket.attempt))
         if len(self.deadlines) > MAX_DEADLINES_PER_LEASE * self.counts[State.LEASED]:
             self._list_deadlines()
-
-    def _unissue(self, number: int) -> None:
-        """Take a ticket out of the issued ones: the oldest, but for those of sources that get no leases."""
-        if self.issued_heap[0] == number:
-            heapq.heappop(self.issued_heap)
-        else:
-            self.issued_heap.remove(number)
-            heapq.heapify(self.issued_heap)
 
     def _oldest_version(self, ticket: Ticket, served: int) -> int:
         if ticket.partial is None:
@@ -315,7 +307,10 @@ class LedgerState(Facts):
         ticket = self.tickets[event.ticket]
         if ticket.step >= 0:
             self.refused_steps.add(ticket.step)
-        self._leave(ticket)
+        if ticket.state is State.ISSUED:
+            take_issued(self.issued_heap, ticket.id)
+        else:
+            self._leave(ticket)
         self._let_partial_go(ticket)
         ticket.reason, ticket.is_given_up = DropReason(event.reason), event.is_given_up
         self._move(ticket, State.DROPPED)
@@ -329,9 +324,6 @@ class LedgerState(Facts):
         """Release the holdings of the ticket's state, before it moves to ISSUED or DROPPED."""
         if ticket.state is State.LEASED:
             self._end_lease(ticket)
-            return
-        if ticket.state is State.ISSUED:
-            self._unissue(ticket.id)
             return
         if ticket.state is State.STORED:
             self.stored.remove(ticket.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import heapq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -315,3 +316,12 @@ def leave_parts(parts: dict[int, list[tuple[int, ...]]], ticket: Ticket) -> None
         parts[ticket.step] = [
             tuple(number for number in part if number != ticket.id) for part in parts[ticket.step]
         ]
+
+
+def take_issued(heap: list[int], number: int) -> None:
+    """Take a ticket out of the issued ones: the oldest, unless that waits for its source."""
+    if heap[0] == number:
+        heapq.heappop(heap)
+    else:
+        heap.remove(number)
+        heapq.heapify(heap)

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from asyncrl.buffer.ledger.facts import Facts
+from asyncrl.buffer.ledger.tickets import State, Ticket
 from asyncrl.core.obstacle import Cause, Obstacle
 
 WINDOW_GROUPS, MIN_FAILED, OPEN_SHARE = 16, 6, 0.5
@@ -42,14 +44,14 @@ class SourceBreaker:
     """See the module.
 
     Args:
-        is_leased: Whether a (ticket, attempt) is leased still.
+        state: Returns the ledger's facts.
 
     Attributes:
         names: Of the sources, for messages; where there is none, its number.
     """
 
-    def __init__(self, is_leased: Callable[[Attempt], bool]) -> None:
-        self._is_leased = is_leased
+    def __init__(self, state: Callable[[], Facts]) -> None:
+        self._state = state
         self._open: dict[int, _Source] = {}
         self._closed: dict[int, _Source] = {}
         self.names: tuple[str, ...] = ()
@@ -58,6 +60,11 @@ class SourceBreaker:
     def has_open(self) -> bool:
         """Whether any source is open."""
         return bool(self._open)
+
+    @property
+    def num_sources(self) -> int:
+        """Number of the data sources."""
+        return max(1, len(self._state().sources))
 
     def is_open(self, source: int) -> bool:
         """Whether a source gets no lease but for probes."""
@@ -69,6 +76,28 @@ class SourceBreaker:
         if found is None:
             return True
         return now >= found.probed_from and not (found.probe and self._is_leased(found.probe))
+
+    def may_lease_any(self, now: float) -> bool:
+        """Tell whether any source may be leased now."""
+        return any(self.may_lease(source, now) for source in range(self.num_sources))
+
+    def next_issued(self, now: float) -> Ticket | None:
+        """Return the oldest issued ticket of a source that may be leased."""
+        heap, tickets = self._state().issued_heap, self._state().tickets
+        in_order = sorted(heap) if self._open else heap[:1]
+        found = (tickets[number] for number in in_order)
+        return next((one for one in found if self.may_lease(one.source, now)), None)
+
+    def held(self) -> list[int]:
+        """Return the issued tickets that wait for their source, oldest first."""
+        if not self._open:
+            return []
+        state = self._state()
+        return [number for number in sorted(state.issued_heap) if self.is_open(state.tickets[number].source)]
+
+    def _is_leased(self, attempt: Attempt) -> bool:
+        found = self._state().tickets.get(attempt[0])
+        return found is not None and found.state is State.LEASED and found.attempt == attempt[1]
 
     def note_lease(self, source: int, attempt: Attempt) -> None:
         """Take the lease of an open source as its probe."""
@@ -103,13 +132,13 @@ class SourceBreaker:
             default=math.inf,
         )
 
-    def obstacles(self, num_sources: int) -> list[Obstacle]:
+    def obstacles(self) -> list[Obstacle]:
         """Return what the status tells: advice while other sources go on, a full stop without one."""
         paused = sorted(self._open.copy().items())
         if not paused:
             return []
         told = "; ".join(f"{self._name(source)}, tried every {one.pause_s:g} s" for source, one in paused)
-        cause = Cause.SOURCES_PAUSED if len(paused) >= num_sources else Cause.SOURCE_PAUSED
+        cause = Cause.SOURCES_PAUSED if len(paused) >= self.num_sources else Cause.SOURCE_PAUSED
         failed = sum(paused[0][1].failed)
         why = f"{failed} of its last {len(paused[0][1].failed)} groups failed by infrastructure"
         return [Obstacle("", cause, f"no leases for {told}: {why}: {paused[0][1].reason}")]

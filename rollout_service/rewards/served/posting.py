@@ -93,17 +93,19 @@ class JsonServer:
             try:
                 return read(await self._post(body, max(end - loop.time(), 0.001)))
             except TryAgain as error:
-                left_s = end - loop.time()
                 wait_s = max(pause_s, error.after_s)
-                if left_s <= wait_s or num_attempts >= self._attempts:
-                    message = f"the reward '{self._name}' did not answer within {self._deadline_s:g} s"
-                    if num_attempts >= self._attempts:
-                        message = f"the reward '{self._name}' did not answer in {num_attempts} attempts"
-                    is_away = error.reason is Reason.INFRASTRUCTURE
-                    kind: Fault = "unreachable" if is_away else "refused"
-                    raise RewardError(f"{message}: {error}", kind=kind, reason=error.reason) from error
+                if end - loop.time() <= wait_s or num_attempts >= self._attempts:
+                    raise self._given_up(error, num_attempts) from error
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    def _given_up(self, error: TryAgain, num_attempts: int) -> RewardError:
+        tried = f"within {self._deadline_s:g} s"
+        if num_attempts >= self._attempts:
+            tried = f"in {num_attempts} attempts"
+        kind: Fault = "unreachable" if error.reason is Reason.INFRASTRUCTURE else "refused"
+        message = f"the reward '{self._name}' did not answer {tried}: {error}"
+        return RewardError(message, kind=kind, reason=error.reason)
 
     async def _post(self, body: Mapping[str, object], timeout_s: float) -> object:
         """Return the JSON of one attempt. Raises TryAgain, RewardError."""

@@ -70,7 +70,7 @@ def test_a_source_that_fails_gets_no_leases_and_the_others_train_on():
     assert run.state.steps_trained >= 19 and run.residue == 0
     held = [one for one in run.state.tickets.values() if one.state is State.ISSUED]
     assert held and {one.source for one in held} == {BAD}
-    (told,) = run.ledger.breaker.obstacles(2)
+    (told,) = run.ledger.breaker.obstacles()
     assert told.cause is Cause.SOURCE_PAUSED and told.cause in ADVISORY
     assert told.reason.startswith("no leases for data source 1 (sandboxed), tried every 5 s: ")
     assert told.reason.endswith(" groups failed by infrastructure: no sandbox")
@@ -116,7 +116,7 @@ def test_a_probe_that_is_lost_is_followed_by_another_and_one_that_comes_in_ends_
     (again,) = run.lease(4)
     assert again.ticket == probe.ticket
     run.come_in(again)
-    assert run.ledger.breaker.obstacles(1) == [] and len(run.lease(3)) == 3
+    assert run.ledger.breaker.obstacles() == [] and len(run.lease(3)) == 3
 
 
 def test_with_every_source_open_the_run_waits_says_so_and_goes_on():
@@ -126,7 +126,7 @@ def test_with_every_source_open_the_run_waits_says_so_and_goes_on():
     assert run.lease(4) == []
     num_drawn = run.state.num_drawn
     assert run.lease(4) == [] and run.state.num_drawn == num_drawn, "nothing is drawn in vain"
-    (told,) = run.ledger.breaker.obstacles(2)
+    (told,) = run.ledger.breaker.obstacles()
     assert told.cause is Cause.SOURCES_PAUSED and told.cause not in ADVISORY
     assert "(sandboxed)" in told.reason and "(plain)" in told.reason
     run.now += FIRST_PAUSE_S
