@@ -183,8 +183,7 @@ def test_a_parsed_answer_that_says_or_calls_something_else_is_a_changed_history(
 def test_a_history_that_was_cut_is_a_changed_one():
     before = chat(HELLO, answer("hi"), MORE)
     for asked in (chat(HELLO), chat(HELLO, answer("hi")), chat(HELLO, answer("hi"), MORE, answer("hi"))):
-        with pytest.raises(Refusal, match="not the one that this session recorded"):
-            follow(before, reply_in_text("ho"), (), asked)
+        assert not goes_on(before, asked, reply_in_text("ho"))
 
 
 def test_an_answer_that_is_no_message_need_not_be_sent_back():
