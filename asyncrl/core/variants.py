@@ -80,6 +80,7 @@ class RewardFacts:
             other is a regular expression.
         answer: `module:name` of the rule for a response's final answer; empty for the whole text.
         compares_text: Whether it compares the response with the ground truth, as `asyncrl init`'s example.
+        part: `module:Class` of a reward that awaits something, made with its name and arguments.
     """
 
     function: str = ""
@@ -89,6 +90,7 @@ class RewardFacts:
     forms: tuple[str, ...] = ()
     answer: str = ""
     compares_text: bool = False
+    part: str = ""
 
 
 @dataclass(frozen=True)

@@ -105,4 +105,4 @@ def _find_rare(config: Config, rates: Rates, most_steps: int) -> Iterator[str]:
 def _is_slow(reward: str) -> bool:
     """Tell whether a server or another process gives it, as it does that of a URL or a file."""
     facts = rewards().get(reward)
-    return ":" in reward if facts is None else facts.has_model or facts.is_pooled
+    return ":" in reward if facts is None else facts.has_model or facts.is_pooled or bool(facts.part)

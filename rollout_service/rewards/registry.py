@@ -89,6 +89,12 @@ def _registered(name: str, entry: RewardPart, facts: RewardFacts) -> Part:
         return _with_settings(name, arguments, JudgeReward, JudgeSettings, ("deadline_s",))
     if facts.has_model:
         return _with_settings(name, arguments, ModelReward, ModelSettings)
+    if facts.part:
+        try:
+            part: Part = function(facts.part)(name, **arguments)
+        except TypeError as error:
+            raise ConfigError(f"the reward '{name}' does not take its arguments: {error}") from error
+        return part
     has_form = bool(facts.forms) and arguments.get("pattern", facts.forms[0]) in facts.forms
     if has_form or not facts.is_pooled:
         return FunctionReward(name, function(facts.function), arguments, is_closed=True)

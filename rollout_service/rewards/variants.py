@@ -26,6 +26,7 @@ REWARDS: Mapping[str, RewardFacts] = {
     "exact_match": RewardFacts(f"{_MATCHING}:score_exact_match", compares_text=True),
     "digit_sort": RewardFacts(f"{_MATCHING}:score_digit_sort", compares_text=True),
     "format": RewardFacts(f"{_MATCHING}:score_format", is_pooled=True, forms=FORMS),
+    "code_execution": RewardFacts(part=f"{_RULES}.code_execution:CodeExecution"),
     "model": RewardFacts(has_model=True),
     "judge": RewardFacts(has_model=True, is_judge=True),
 }

@@ -22,7 +22,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypedDict
 
 HEAD = struct.Struct(">QQ")
 """Before each message: bytes of its JSON, bytes of the archive after it."""
@@ -42,9 +42,31 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 MAX_INODES = 16384
 POLL_S, FOREVER_S = 0.1, 1e8
 ENVIRONMENT = {"HOME": HOME, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
-FILTER: Any = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}
 libc = ctypes.CDLL(None, use_errno=True)
-Settings = dict[str, Any]
+
+
+class Settings(TypedDict):
+    """`SandboxSettings` and what `local.command_line` adds to them."""
+
+    way: str
+    network: bool
+    folders: list[str]
+    files_bytes: int
+    memory_bytes: int
+    processes: int
+    output_bytes: int
+    path: str
+    home: str
+    env: list[str]
+    argv: list[str]
+
+
+class Order(TypedDict):
+    """A `Command`, its input as a character per byte."""
+
+    argv: list[str]
+    stdin: str
+    deadline_s: float
 
 
 class Failed(Exception):
@@ -174,7 +196,7 @@ def limit(settings: Settings, deadline_s: float) -> None:
         resource.setrlimit(kind, (most, most))
 
 
-def run(settings: Settings, command: Settings) -> Settings:
+def run(settings: Settings, command: Order) -> dict[str, object]:
     """Run one command to its end and that of all it started; return its fields of `Completed`."""
     files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr")]
     os.write(files[0], command["stdin"].encode("latin-1"))
@@ -191,8 +213,8 @@ def run(settings: Settings, command: Settings) -> Settings:
             start_new_session=True,
         )
         ended = watch(process, settings["memory_bytes"], command["deadline_s"])
-    except OSError as error:
-        os.write(files[2], str(error).encode())
+    except (OSError, ValueError) as error:
+        os.write(files[2], repr(error).encode())
     code = end_all(process)
     out, err = (read_output(file, settings["output_bytes"], file == files[2]) for file in files[1:])
     for file in files:
@@ -261,13 +283,13 @@ def pack(folder: str, limit_bytes: int) -> bytes:
     return packed.getvalue()
 
 
-def receive(stream: BinaryIO) -> tuple[Settings, bytes]:
+def receive(stream: BinaryIO) -> tuple[dict[str, list[Order]], bytes]:
     """Return a message and its archive."""
     length, archive_bytes = HEAD.unpack(stream.read(HEAD.size))
     return json.loads(stream.read(length)), stream.read(archive_bytes)
 
 
-def send(message: Settings, archive: bytes = b"") -> None:
+def send(message: dict[str, object], archive: bytes = b"") -> None:
     """Send a message and its archive."""
     text = json.dumps(message).encode()
     sys.stdout.buffer.write(HEAD.pack(len(text), len(archive)) + text + archive)
@@ -280,15 +302,19 @@ def main(settings: Settings) -> None:
         if settings["way"] == "namespaces":
             isolate(settings)
         give_up_rights()
-        os.environ.update(ENVIRONMENT | {"PATH": settings["path"], "HOME": settings["home"]})
-        if argv := settings.get("argv"):
+        kept = {name: os.environ[name] for name in settings["env"]}
+        os.environ.clear()
+        os.environ.update(kept | ENVIRONMENT | {"PATH": settings["path"], "HOME": settings["home"]})
+        if argv := settings["argv"]:
             os.chdir(os.environ["HOME"])
             process = subprocess.Popen(argv, preexec_fn=lambda: limit(settings, FOREVER_S))
             watch(process, settings["memory_bytes"], FOREVER_S)
             os._exit(end_all(process) & 0xFF)
         message, archive = receive(sys.stdin.buffer)
         with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
-            packed.extractall(settings["home"], **FILTER)
+            if hasattr(tarfile, "tar_filter"):  # from Python 3.11.4
+                packed.extraction_filter = tarfile.tar_filter
+            packed.extractall(settings["home"])
         results = [run(settings, command) for command in message["commands"]]
     except (Failed, OSError, KeyError, tarfile.TarError) as error:
         send({"problem": f"{type(error).__name__}: {error}", "results": []})

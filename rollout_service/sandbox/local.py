@@ -19,7 +19,7 @@ import tarfile
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -82,12 +82,12 @@ def find_way() -> str:
 
 
 def command_line(
-    way: str, settings: SandboxSettings, argv: Sequence[str] = (), home: str = HOME
+    way: str, settings: SandboxSettings, argv: Sequence[str] = (), home: str = HOME, env: Sequence[str] = ()
 ) -> list[str]:
     """Return the arguments of a sandbox's process; with `argv` it passes its input and output on to that."""
     folders = [sys.base_prefix, *settings.folders]
-    told = {**asdict(settings), "folders": folders, "way": way, "home": home, "path": PATH, "argv": [*argv]}
-    child = [PYTHON, "-I", "-S", str(CHILD), json.dumps(told)]
+    told = {"folders": folders, "way": way, "home": home, "path": PATH, "argv": [*argv], "env": [*env]}
+    child = [PYTHON, "-I", "-S", str(CHILD), json.dumps(asdict(settings) | told)]
     return child if way != BUBBLEWRAP else _bubblewrap(settings, folders, child)
 
 
@@ -105,6 +105,17 @@ def _bubblewrap(settings: SandboxSettings, folders: Sequence[str], child: Sequen
         *("--symlink", "/tmp", "/dev/shm", "--symlink", "/proc/self/fd", "/dev/fd"),
         *(*size, "/tmp", *size, HOME, "--remount-ro", "/", "--", *child),
     ]
+
+
+def make_sandboxes(told: Mapping[str, object]) -> LocalSandboxes:
+    """Return the maker of sandboxes that a configuration describes. Raises ConfigError."""
+    known = [field.name for field in fields(SandboxSettings)]
+    if unknown := told.keys() - known:
+        raise ConfigError(f"a sandbox has no setting {sorted(unknown)}", hint=f"It takes {', '.join(known)}")
+    try:
+        return LocalSandboxes(msgspec.convert(told, SandboxSettings))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the settings of a sandbox: {error}") from error
 
 
 class LocalSandboxes:
@@ -126,9 +137,12 @@ class LocalSandboxes:
         """Return a sandbox, empty or with the files of a snapshot."""
         return LocalSandbox(self, snapshot)
 
-    def wrap(self, argv: Sequence[str]) -> list[str]:
-        """Return the arguments of a process that runs a server in a sandbox, over its standard streams."""
-        return list(argv) if self.way == NONE else command_line(self.way, self.settings, argv)
+    def wrap(self, argv: Sequence[str], env: Sequence[str] = ()) -> list[str]:
+        """Return the arguments of a process that runs a server in a sandbox, over its standard streams.
+
+        `env` names variables of that process which the server sees; of all others it sees none.
+        """
+        return list(argv) if self.way == NONE else command_line(self.way, self.settings, argv, env=env)
 
 
 class LocalSandbox:

@@ -27,6 +27,7 @@ def examine(runs_dir: str, address: str = "") -> Iterator[Finding]:
     yield from machine.check_limits()
     yield from machine.check_sockets()
     yield from machine.check_redis()
+    yield from machine.check_sandbox()
     yield from ray.check_version()
     yield from ray.check_ports()
     yield from ray.check_object_store()

@@ -102,6 +102,18 @@ def check_redis() -> Iterator[Finding]:
         yield Finding("redis", "warn", "no redis-server here", advice)
 
 
+def check_sandbox() -> Iterator[Finding]:
+    """Yield how code of a model would be isolated here."""
+    from asyncrl.core.errors import ConfigError
+    from asyncrl.core.variants import function
+
+    try:
+        yield Finding("sandbox", "ok", function("rollout_service.sandbox.local:find_way")())
+    except ConfigError as error:
+        advice = "Only the tools shell and code_interpreter and the reward code_execution need it. "
+        yield Finding("sandbox", "warn", error.message, advice + error.hint)
+
+
 def check_leftovers(shm: Path = SHM) -> Iterator[Finding]:
     """Yield shared memory of this user's dead runs, and semaphores that no process has open."""
     of_run: dict[str, int] = {}

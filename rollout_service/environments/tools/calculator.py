@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable
 
-from rollout_service.environments.tools.tool import ToolRefused
+from rollout_service.environments.tools.tool import Tool, ToolRefused
 
 MAX_CHARS = 200
 MAX_DIGITS = 100
@@ -31,7 +31,7 @@ FORMS: dict[type[ast.AST], Callable[..., float]] = {
 }
 
 
-class Calculator:
+class Calculator(Tool):
     """The tool `calculator`."""
 
     name = "calculator"

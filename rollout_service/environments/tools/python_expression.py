@@ -18,7 +18,7 @@ from pathlib import Path
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.states import Reason
 from rollout_service.environments.protocol import EnvironmentFailed
-from rollout_service.environments.tools.tool import ToolExhausted, ToolRefused
+from rollout_service.environments.tools.tool import Tool, ToolExhausted, ToolRefused
 from rollout_service.reaping import kill_and_reap
 
 CHILD = Path(__file__).with_name("expression_child.py")
@@ -31,7 +31,7 @@ BUSY_SHARE = 0.1
 """Of its time that a late expression has computed for, or it is not to blame: it has nothing to wait for."""
 
 
-class PythonExpression:
+class PythonExpression(Tool):
     """The tool `python`.
 
     Args:

@@ -297,7 +297,7 @@ def test_a_pattern_makes_calls_of_models_without_a_chat_template():
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"tools": ["shell"]}, "no tool 'shell'"),
+        ({"tools": ["browser"]}, "no tool 'browser'"),
         ({"tools": []}, "no tools"),
         ({"tools": {"python": {"seconds": 1}}}, "does not take"),
         ({"call": "("}, "is not a regular expression"),

@@ -72,9 +72,10 @@ held(lambda: libc.mount(None, b"/usr", None, 0x1020, None))
 held(lambda: os.chroot("/tmp"))
 held(lambda: os.mknod("/tmp/disk", 0o60600, os.makedev(254, 0)))
 held(lambda: libc.sethostname(b"x", 1))
-told = dict(line.split()[:2] for line in open("/proc/self/status") if line.startswith(("Cap", "NoNew")))
-if told["NoNewPrivs:"] != "1": print("escaped: new privileges")
-if any(int(told[kind], 16) for kind in ("CapPrm:", "CapEff:", "CapAmb:")): print("escaped: capabilities")
+for pid in ("self", "1"):
+    told = dict(line.split()[:2] for line in open(f"/proc/{pid}/status") if line.startswith(("Cap", "NoNew")))
+    if told["NoNewPrivs:"] != "1": print("escaped: new privileges")
+    if any(int(told[kind], 16) for kind in ("CapPrm:", "CapEff:", "CapAmb:")): print("escaped: capabilities")
 """,
     "other processes": """
 import signal
