@@ -133,6 +133,9 @@ class SleepingEngine:
         self._swapped_s.append(time.monotonic())
         self._versions.append(staged.version)
 
+    def cache_status(self) -> None:
+        return None
+
     def child_pids(self) -> list[int]:
         return []
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from asyncrl.core.errors import EngineError
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
+from asyncrl.core.status.replica import CacheStatus
 from rollout_service.engine.protocol import EngineDied
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ class InFlightEngine(ABC, Generic[RequestId]):
     @property
     def probe_gap(self) -> float | None:
         return self._probe_gap
+
+    def cache_status(self) -> CacheStatus | None:
+        """Return nothing: the library tells no figures of its KV cache."""
+        return None
 
     async def interrupt(self) -> None:
         """End the requests in flight: an aborted one is answered with its tokens, log-probs and versions.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.core.runtime.clock import Clock
 from asyncrl.core.staleness import PolicyVersion
+from asyncrl.core.status.replica import CacheStatus
 from rollout_service.engine.protocol import Completion, Engine, Interrupted, Sampling
 from rollout_service.replica.states import START
 from rollout_service.sampling.partial_rollout import NOTHING
@@ -96,6 +97,9 @@ class MeteredEngine:
             self._turn()
             self._is_swapping = False
             self.last_swap_s = self._clock.now() - start
+
+    def cache_status(self) -> CacheStatus | None:
+        return self._engine.cache_status()
 
     def child_pids(self) -> list[int]:
         return self._engine.child_pids()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.core.errors import EngineError
 from asyncrl.core.staleness import PolicyVersion, Span
+from asyncrl.core.status.replica import CacheStatus
 from asyncrl.core.variants import ENGINES, EngineFacts, engine_facts
 
 if TYPE_CHECKING:
@@ -119,6 +120,9 @@ class Engine(Protocol):
 
         A swap whose caller is cancelled is brought to its end all the same.
         """
+
+    def cache_status(self) -> CacheStatus | None:
+        """Return the figures of the KV cache, None if the engine tells none."""
 
     def child_pids(self) -> list[int]:
         """Return the processes that must end with this one."""

@@ -268,6 +268,7 @@ def _describe(engine: MeteredEngine) -> EngineStatus:
         swaps=engine.num_swaps,
         last_swap_s=engine.last_swap_s,
         probe_gap=engine.probe_gap,
+        cache=engine.cache_status(),
     )
 
 

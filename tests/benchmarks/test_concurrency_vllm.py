@@ -12,6 +12,11 @@ from benchmarks.rollout.ways.engine_gauges import LoggedGauges
 from benchmarks.rollout.ways.rules import Adaptive, Fixed
 
 
+def stats(num_preempted: int) -> Any:
+    prompts = SimpleNamespace(total=8, local_cache_hit=0)
+    return SimpleNamespace(num_preempted_reqs=num_preempted, prompt_token_stats=prompts)
+
+
 class ScriptedEngine:
     """Answers every request with a token per millisecond, and tells how many it has."""
 
@@ -35,7 +40,7 @@ class ScriptedEngine:
         scheduler = SimpleNamespace(
             num_running_reqs=self._num_running, num_waiting_reqs=0, kv_cache_usage=self._num_running / 100
         )
-        self._gauges.record(scheduler, SimpleNamespace(num_preempted_reqs=0))
+        self._gauges.record(scheduler, stats(0))
 
 
 def test_a_turn_holds_as_many_groups_as_its_rule_wants_and_leaves_the_engine_idle() -> None:
@@ -54,7 +59,7 @@ def test_the_controller_reads_what_vllm_tells() -> None:
     gauges.record(SimpleNamespace(num_running_reqs=1, num_waiting_reqs=2, kv_cache_usage=0.1), None)
     controller.look(gauges)
     assert controller.num_groups == 3, "requests wait"
-    gauges.record(None, SimpleNamespace(num_preempted_reqs=1))
+    gauges.record(None, stats(1))
     controller.look(gauges)
     assert controller.num_groups == 2
 

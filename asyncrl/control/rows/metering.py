@@ -16,6 +16,7 @@ WINDOW_S = 2.0
 _PART_COUNT, _PART_SUM, _REWARD_ERRORS = "part count/", "part sum/", "reward errors/"
 _OUTCOMES = "outcomes/"
 _IDLE = "idle/"
+_CACHE_COUNTS = ("prompt_tokens", "cached_tokens", "preemptions")
 _OVERRIDDEN = "overridden/"
 
 
@@ -58,6 +59,7 @@ class Meter:
             | _gateway_metrics(totals)
             | weights_metrics(statuses)
             | _idle_metrics(gain)
+            | _cache_metrics(gain, totals, statuses)
             | {
                 **self._since_row(now, totals["tokens"], start[0]),
                 "perf/rollout_tokens_per_s": gain["tokens"] / (now - then) if now > then else 0.0,
@@ -108,6 +110,18 @@ def _idle_metrics(gain: Mapping[str, float]) -> dict[str, float]:
         **{f"perf/rollout_idle/{cause}": seconds for cause, seconds in sorted(_named(gain, _IDLE))},
     }
     return {name: seconds / wall if wall else 0.0 for name, seconds in shares.items()}
+
+
+def _cache_metrics(gain: Mapping[str, float], totals: Mapping[str, float], statuses: Statuses) -> Row:
+    """Return hits, preemptions and use of the KV caches; nothing from engines that tell none."""
+    used = [engine.cache.usage for engine in statuses.engines.values() if engine.cache is not None]
+    found = (
+        {"perf/rollout_kv_usage": max(used), "perf/rollout_preemptions": totals["preemptions"]}
+        if used
+        else {}
+    )
+    prompted = gain.get("prompt_tokens")
+    return found | ({"perf/rollout_cache_hit_share": gain["cached_tokens"] / prompted} if prompted else {})
 
 
 def _overlong_metrics(gain: dict[str, float]) -> dict[str, float]:
@@ -168,6 +182,8 @@ def _counts_of(replica: ReplicaStatus) -> Iterator[tuple[str, float]]:
     if (engine := replica.engine) is not None:
         yield from (("tokens", engine.tokens), ("busy_s", engine.busy_s), ("idle_s", engine.idle_s))
         yield from ((_IDLE + cause, seconds) for cause, seconds in engine.idle_by_cause.items())
+        if engine.cache is not None:
+            yield from ((name, getattr(engine.cache, name)) for name in _CACHE_COUNTS)
     if (shaping := replica.shaping) is not None:
         yield from (("scored", shaping.scored), ("overlong", shaping.overlong))
         yield "taken_off", shaping.taken_off

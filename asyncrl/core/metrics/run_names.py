@@ -135,6 +135,17 @@ _ROLLOUT = singles(
     ("perf/rollout_busy_share", "share", "1 minus the sum of `perf/rollout_idle/*`"),
     ("perf/rollout_replicas", "replicas", "Rollout replicas of the run"),
     (
+        "perf/rollout_cache_hit_share",
+        "share",
+        "Prompt tokens found in engines' KV caches, of those of the requests of the last 2 s",
+    ),
+    (
+        "perf/rollout_preemptions",
+        "requests",
+        "Requests so far that lost their KV cache; at a swap with `kv_cache: recompute` all that run do",
+    ),
+    ("perf/rollout_kv_usage", "share", "KV cache in use, of the fullest engine"),
+    (
         "rollout/overlong_share",
         "share",
         "Answers in the buffer of `reward.overlong`, of those scored in the last 2 s",

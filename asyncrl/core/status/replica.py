@@ -8,6 +8,15 @@ from asyncrl.core.rpc.message import Message
 from asyncrl.core.status.service import ServiceStatus
 
 
+class CacheStatus(Message, frozen=True):
+    """KV cache of an engine: counts since the start, and the share that is in use."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    usage: float = 0.0
+
+
 class EngineStatus(Message, frozen=True, kw_only=True):
     """Status of an engine.
 
@@ -16,6 +25,7 @@ class EngineStatus(Message, frozen=True, kw_only=True):
         busy_s, idle_by_cause: Seconds since the start.
         last_swap_s: Duration of the last change of weights.
         probe_gap: Mean |engine - learner| log-prob of the last probe, in nats; None without one.
+        cache: None where the engine tells nothing of its cache.
     """
 
     in_flight_requests: int
@@ -26,6 +36,7 @@ class EngineStatus(Message, frozen=True, kw_only=True):
     swaps: int
     last_swap_s: float
     probe_gap: float | None = None
+    cache: CacheStatus | None = None
 
     @property
     def idle_s(self) -> float:

@@ -18,6 +18,7 @@ import numpy as np
 
 from asyncrl.core.errors import EngineError
 from asyncrl.core.staleness import UNLOADED, PolicyVersion, Span
+from asyncrl.core.status.replica import CacheStatus
 from rollout_service.engine.protocol import Completion, Interrupted, Sampling
 
 if TYPE_CHECKING:
@@ -122,6 +123,9 @@ class ScriptedEngine:
             spans=_spans([one.number for one in versions]),
             finish_reason=reason,
         )
+
+    def cache_status(self) -> CacheStatus | None:
+        return None
 
     def child_pids(self) -> list[int]:
         return []

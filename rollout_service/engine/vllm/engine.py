@@ -30,9 +30,11 @@ import numpy as np
 from asyncrl.core.errors import ConfigError, EngineError
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.staleness import UNLOADED, Span
+from asyncrl.core.status.replica import CacheStatus
 from rollout_service.engine.in_flight import CONTROL_DEADLINE_S, LOAD_BYTES_PER_S, InFlightEngine
 from rollout_service.engine.protocol import Completion, EngineDied, Interrupted, Sampling
 from rollout_service.engine.vllm.core import process
+from rollout_service.engine.vllm.core.gauges import CacheGauges, drop_prometheus
 from rollout_service.engine.vllm.core.process import CoreLog
 from rollout_service.engine.vllm.environment import prepare_environment
 from rollout_service.engine.vllm.features import check_features
@@ -105,6 +107,7 @@ class VllmEngine(InFlightEngine[str]):
         super().__init__()
         self._settings = settings
         self._llm: AsyncLLM | None = None
+        self._gauges = CacheGauges()
         self._log = CoreLog()
         self._has_open_update = False
         self._child_pids: list[int] = []
@@ -137,7 +140,7 @@ class VllmEngine(InFlightEngine[str]):
             process.start_forkserver()
         before = set(_children())
         try:
-            self._llm = _start_async_llm(self._settings, partial(self._spread, before))
+            self._llm = _start_async_llm(self._settings, self._gauges, partial(self._spread, before))
         except (ValueError, RuntimeError, OSError) as error:
             what = f"vLLM cannot start with {self._settings.model}: {self._why(error)}"
             raise EngineError(what) from error
@@ -216,6 +219,9 @@ class VllmEngine(InFlightEngine[str]):
             first = [failure for failure in failures if OTHER_WORKER not in failure]
             raise EngineError(f"vLLM refused {what}: {(first or failures)[0]}")
         self._probe_gap = next((gap for _, gap in reports if gap is not None), None)
+
+    def cache_status(self) -> CacheStatus:
+        return self._gauges.status()
 
     def child_pids(self) -> list[int]:
         return list(self._child_pids)
@@ -308,7 +314,9 @@ class VllmEngine(InFlightEngine[str]):
 
 
 def _start_async_llm(
-    settings: VllmSettings, spread: Callable[[dict[str, object]], dict[str, object]] = dict
+    settings: VllmSettings,
+    gauges: CacheGauges,
+    spread: Callable[[dict[str, object]], dict[str, object]] = dict,
 ) -> AsyncLLM:
     import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -326,7 +334,9 @@ def _start_async_llm(
                 hint=f"Near it: {', '.join(close)}" if close else "See 'vllm serve --help=all'",
             )
         arguments = AsyncEngineArgs(**spread(_engine_arguments(settings)))
-        client: AsyncLLM = vllm_client.AsyncLLM.from_engine_args(arguments)
+        loggers = [gauges.factory]
+        client: AsyncLLM = vllm_client.AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
+        drop_prometheus(client)
         return client
 
 

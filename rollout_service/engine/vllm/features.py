@@ -35,8 +35,9 @@ ENGINE = "vllm.v1.engine.async_llm"
 TRANSFER = "vllm.distributed.weight_transfer"
 RELOAD = "vllm.model_executor.model_loader.reload"
 LAYERS = "vllm.model_executor.layers"
+STATS = "vllm.v1.metrics.stats"
 NEEDED = (
-    Feature(ENGINE, "AsyncLLM.from_engine_args"),
+    Feature(ENGINE, "AsyncLLM.from_engine_args", ("stat_loggers",)),
     Feature(ENGINE, "AsyncLLM.generate", ("prompt", "sampling_params", "request_id")),
     Feature(ENGINE, "AsyncLLM.abort", ("request_id",)),
     Feature(ENGINE, "AsyncLLM.errored"),
@@ -52,6 +53,9 @@ NEEDED = (
         "AsyncEngineArgs",
         ("logprobs_mode", "weight_transfer_config", "worker_extension_cls"),
     ),
+    Feature("vllm.v1.metrics.loggers", "PrometheusStatLogger"),
+    Feature(STATS, "SchedulerStats", ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage")),
+    Feature(STATS, "PromptTokenStats", ("total", "local_cache_hit")),
     Feature("vllm.outputs", "CompletionOutput", ("weight_versions",)),
     Feature(
         "vllm.sampling_params",

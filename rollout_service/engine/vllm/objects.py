@@ -115,6 +115,36 @@ class AsyncLLM(ServingClient, Protocol):
 
     def shutdown(self, *, timeout: float) -> None: ...
 
+    logger_manager: LoggerManager
+
+
+class LoggerManager(Protocol):
+    """The loggers of a client, to which it hands the statistics of each step."""
+
+    stat_loggers: list[object]
+
+
+class SchedulerStats(Protocol):
+    """Statistics of the scheduler after a step."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    kv_cache_usage: float
+
+
+class PromptTokenStats(Protocol):
+    """Prompt tokens that were prefilled or found in the cache."""
+
+    total: int
+    local_cache_hit: int
+
+
+class IterationStats(Protocol):
+    """Statistics of the requests of a step."""
+
+    num_preempted_reqs: int
+    prompt_token_stats: PromptTokenStats
+
 
 class HasModules(Protocol):
     """A model, as far as its modules go."""

@@ -16,6 +16,7 @@ from asyncrl.core.errors import ConfigError, EngineError
 from asyncrl.core.runtime.faults import VARIABLE
 from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.vllm import engine as vllm_engine
+from rollout_service.engine.vllm.core.gauges import CacheGauges
 from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings, _start_async_llm
 from tests.rollout.engine.contract.engine_contract import *  # noqa: F403
 from tests.rollout.engine.contract.engine_contract import DOOMED, HALF, Running, generate_at
@@ -79,7 +80,7 @@ def test_arguments_of_the_engines_own_reach_it(running: Running):
 def test_an_argument_that_vllm_does_not_have_is_a_config_error_that_names_those_near_it():
     settings = VllmSettings("m", "float32", 8, 1, 1 << 20, engine_args={"max_num_batched_token": 1})
     with pytest.raises(ConfigError, match="has no max_num_batched_token") as found:
-        _start_async_llm(settings)
+        _start_async_llm(settings, CacheGauges())
     assert "max_num_batched_tokens" in found.value.hint
 
 

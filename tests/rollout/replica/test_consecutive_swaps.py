@@ -127,6 +127,23 @@ def test_a_prefix_of_an_older_version_is_never_served(sharing: tuple[LoopThread,
     assert (torch.tensor(found.logprobs) - wanted).abs().max() < TOLERANCE
 
 
+def test_the_status_counts_prompt_tokens_hits_and_preemptions(sharing: tuple[LoopThread, Flight]):
+    loop, flight = sharing
+    engine = flight.engine
+    engine._settings = replace(engine._settings, recomputes_kv_cache=True)
+    prompt, before = [index * 9 % 10 for index in range(400)], engine.cache_status()
+    for name in ("counted.first", "counted.second"):
+        loop.call(engine.generate(prompt, Sampling(1.0, 8, 5, ignores_eos=True), name))
+    after = engine.cache_status()
+    assert after.prompt_tokens - before.prompt_tokens == 800
+    assert after.cached_tokens - before.cached_tokens == 384, "whole blocks of 128 of the second prompt"
+    loop.call(flight.through(1))
+    swapped = engine.cache_status()
+    assert swapped.preemptions >= after.preemptions + MANY, "the swap has taken the cache of all that ran"
+    loggers = engine.client.logger_manager.stat_loggers
+    assert len(loggers) == 1, "vLLM's own observes each token, for nobody"
+
+
 def test_a_request_that_waits_through_a_swap_finds_no_prefix_of_the_older_version(
     sharing: tuple[LoopThread, Flight],
 ):

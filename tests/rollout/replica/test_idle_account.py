@@ -127,6 +127,24 @@ def shares(row: dict[str, float]) -> dict[str, float]:
     return {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
 
 
+def test_the_hit_share_is_of_the_window_the_usage_of_the_fullest_cache_and_an_engine_may_tell_neither():
+    meter = Meter()
+    assert "perf/rollout_kv_usage" not in meter.update(0.0, statuses_of({"rollout.0": told(1.0, start=2.0)}))
+    cache = {"prompt_tokens": 100, "cached_tokens": 90, "preemptions": 1, "usage": 0.5}
+    meter.update(1.0, statuses_of({"rollout.0": told(1.5, start=2.0) | {"cache": cache}}))
+    newer = {"prompt_tokens": 300, "cached_tokens": 140, "preemptions": 4, "usage": 0.25}
+    fuller = {"usage": 0.75, "preemptions": 2, "prompt_tokens": 0, "cached_tokens": 0}
+    told_now = {
+        "rollout.0": told(2.0, start=2.0) | {"cache": newer},
+        "rollout.1": told(0.5, start=1.0) | {"cache": fuller},
+    }
+    row = meter.update(3.5, statuses_of(told_now))
+    assert row["perf/rollout_cache_hit_share"] == 0.25
+    assert row["perf/rollout_preemptions"] == 6
+    assert row["perf/rollout_kv_usage"] == 0.75
+    assert "perf/rollout_cache_hit_share" not in meter.update(9.0, statuses_of(told_now)), "no prompt came"
+
+
 def test_the_shares_of_all_replicas_add_up_to_one():
     meter = Meter()
     before = {"rollout.0": told(1.0, start=2.0), "rollout.1": told(0.0, start=1.0)}
