@@ -11,6 +11,7 @@ from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.config.conflicts import WITH_GREEDY
+from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config
 from asyncrl.core.runtime.allocation import keep_freed_memory
 from asyncrl.core.service import ServiceContext
@@ -57,6 +58,7 @@ def ledger_settings(config: Config) -> LedgerSettings:
         max_wait_s=config.staleness.max_wait_s,
         is_ascending=config.data.curriculum is not None,
         evaluation_parts=config.eval.replicas,
+        shares_prefixes=choose_prefix_caching(config)[0],
     )
 
 

@@ -300,6 +300,7 @@ class RequestHandler:
         state = self.store.ledger.state
         census = add_up(state)
         counters = self.store.counters + self.store.journal.counters + self.counters
+        placed = {f"placed/{reason}": count for reason, count in self.store.ledger.placement.counts.items()}
         evaluations = [
             FinishedEvaluation(one.id, one.step, one.version, one.metrics)
             for one in state.evaluations.values()
@@ -332,7 +333,7 @@ class RequestHandler:
             evaluations_pending=len(state.evaluations) - len(evaluations),
             parked=len(self._parked),
             journal=self.store.journal.status(),
-            counters={**counters, **self.count_wire()},
+            counters={**counters, **placed, **self.count_wire()},
         )
 
     def obstacles(self) -> tuple[Obstacle, ...]:

@@ -102,14 +102,10 @@ class ExperienceStore:
         group = self._checked(replica, ticket, attempt, frames)
         self.journal.append(ticket, attempt, frames)
         fault_point("buffer.appended", ticket)
-        result = self.ledger.take_in(
-            ticket,
-            group.num_tokens,
-            sum(len(frame) for frame in frames),
-            group.versions,
-            is_masked=group.is_masked,
-            has_zero_variance=self._drops_constant_groups and group.is_constant,
-        )
+        num_bytes = sum(len(frame) for frame in frames)
+        has_zero_variance = self._drops_constant_groups and group.is_constant
+        how = {"is_masked": group.is_masked, "has_zero_variance": has_zero_variance}
+        result = self.ledger.take_in(ticket, group.num_tokens, num_bytes, group.versions, **how)
         if result == "stored":
             self._payloads[ticket] = list(frames)
             self.turns.forget(ticket)

@@ -44,7 +44,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from asyncrl.buffer.ledger import events as ev
-from asyncrl.buffer.ledger.leases import ReplicaCommands
+from asyncrl.buffer.ledger.commands.results import ReplicaCommands
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import (
     Checkpoint,

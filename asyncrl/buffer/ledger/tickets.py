@@ -142,6 +142,11 @@ class Ticket:
     partial: PartialRollout | None = None
 
     @property
+    def is_new(self) -> bool:
+        """Whether nobody has begun it, nor a dropped one that it repeats."""
+        return self.attempt == 1 and not self.parent
+
+    @property
     def partial_attempt(self) -> int:
         """The attempt that made the partial rollout, 0 for none."""
         return self.partial.attempt if self.partial is not None else 0
@@ -263,6 +268,7 @@ class LedgerSettings:
         policy: Treatment of a group with a token over `max_lag`, see `Ledger`.
         max_wait_s: Under `wait`, the most time that a complete batch waits for groups in flight.
         is_ascending: Prompts are numbered from easy to hard, see `PromptOrder`.
+        shares_prefixes: Replicas share the KV cache of equal beginnings, see `rules.placement`.
         evaluation_parts: Number of parts of an evaluation; so many replicas may work on it at once.
     """
 
@@ -279,6 +285,7 @@ class LedgerSettings:
     max_wait_s: float = 30.0
     is_ascending: bool = False
     evaluation_parts: int = 1
+    shares_prefixes: bool = False
 
     @property
     def left_over_groups(self) -> int:

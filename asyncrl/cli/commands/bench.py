@@ -71,6 +71,9 @@ BENCHMARKS: dict[str, Benchmark] = {
         "rollout.concurrency",
         "Simulate when a replica should take another group, by fixed rules and a controller.",
     ),
+    "placement": Benchmark(
+        "rollout.placement", "Simulate which group goes to which replica's KV cache, by rule and trace."
+    ),
     "weight_sync_publish": Benchmark(
         "weight_sync.publish", "Measure how long a learner stands still to publish."
     ),

@@ -93,8 +93,10 @@ def _wall_s(status: ReplicaStatus) -> float:
 def _buffer_metrics(statuses: Statuses) -> dict[str, float]:
     """Return the state of the buffer; all 0 while it says nothing."""
     buffer = statuses.buffer
+    counters = {} if buffer is None else buffer.counters
     return {
         "training/epoch": 0.0 if buffer is None else epoch_of(buffer.prompts_drawn, buffer.num_prompts),
+        **{f"buffer/{name}": float(n) for name, n in counters.items() if name.startswith("placed/")},
         "buffer/depth": 0.0 if buffer is None else float(buffer.stored_groups),
         **dropped_by_reason({} if buffer is None else buffer.dropped),
         "buffer/residue": 0.0 if buffer is None else float(buffer.residue),

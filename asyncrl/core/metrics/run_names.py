@@ -241,6 +241,11 @@ _ROLLOUT = singles(
     ("buffer/dropped/guard", "groups", "Groups so far whose update the guard refused"),
     ("buffer/dropped/oversized", "groups", "Groups so far with a row longer than a microbatch"),
     (
+        "buffer/placed/<reason>",
+        "groups",
+        "Groups leased so far, of several sources, by whose KV cache has that source: hit, copy, new",
+    ),
+    (
         "buffer/residue",
         "tickets",
         "Tickets and prompts that the account cannot explain; not 0 is a bug",

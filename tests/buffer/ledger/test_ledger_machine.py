@@ -42,6 +42,7 @@ class LedgerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         max_wait_s=st.sampled_from([1.0, 15.0]),
         max_attempts=st.integers(1, 3),
+        shares_prefixes=st.booleans(),
     )
     def start(self, groups_per_step: int, spare_groups: int, **bounds: object) -> None:
         memory_bytes = (2 * groups_per_step + spare_groups) * GROUP_BYTES
@@ -55,7 +56,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.handed: list[tuple[str, Grant, int]] = []
         self.kept: list[int] = []
         self.complete: tuple[int, float] | None = None
-        self.ledger.describe_data(5, "digest")
+        self.ledger.describe_data(5, "digest", [(2, 1.0), (3, 2.0)] if self.settings.shares_prefixes else ())
         self.token = self.ledger.open("learner")
         self.register(0)
 
@@ -87,6 +88,8 @@ class LedgerMachine(RuleBasedStateMachine):
             assert due - served <= self.ledger.max_lag, "rule (b)"
             assert due >= self.state.steps_trained
             assert before.get(grant.ticket, 1) == grant.attempt == ticket.attempt
+            num_older = sum(waiting < grant.ticket for waiting in self.state.issued_heap)
+            assert num_older < (self.settings.groups_per_step if self.settings.shares_prefixes else 1)
             if grant.partial_attempt:
                 partial = self.model.tokens[grant.ticket, grant.partial_attempt]
                 oldest = min(self.model.true_step(number) for number in partial)

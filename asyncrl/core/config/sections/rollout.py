@@ -132,8 +132,9 @@ class RolloutSection(Section):
     With a list of engines replica n has the n-th, cyclically; `engine_args` then holds arguments by engine.
 
     `response_tokens` forces response lengths (`lognormal:<sigma>:<median>`), for benchmarks. With
-    `prefix_caching` equal prompts share their KV cache within one version; a response then depends, in the
-    last digits, on earlier requests. `auto` is off where runs are to be equal to the bit (`plan` says why).
+    `prefix_caching` equal prompts share their KV cache within one version, and prompts of one source of
+    `data.train` go to the same replicas where they can; a response then depends, in the last digits, on
+    earlier requests. `auto` is off where runs are to be equal to the bit (`plan` says why).
 
     An answer ends at the end of sequence, after one of the strings in `stop`, or cut at `max_tokens`; with
     `truncated: mask` an answer that was cut is not trained, though its reward counts in its group's

@@ -1,4 +1,4 @@
-"""Ledger commands of replicas: leases, renewals, pushes, partial rollouts (pure).
+"""Ledger commands of replicas about their leases: grants, renewals, failures, returns (pure).
 
 Owns admission and the check of pushed groups. `Ledger` adds the commands of the learner, and states
 the rules.
@@ -16,7 +16,6 @@ from asyncrl.buffer.ledger.orders import BLOCK, PromptOrder, Source, ticket_seed
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import (
     GIVEN_UP_LOST_LEASES,
-    PAYLOAD_STATES,
     DropReason,
     Grant,
     LedgerSettings,
@@ -25,23 +24,21 @@ from asyncrl.buffer.ledger.tickets import (
     Reissue,
     State,
     Ticket,
-    with_record,
 )
 from asyncrl.buffer.rules.breaker import SourceBreaker
+from asyncrl.buffer.rules.placement import WINDOW, Placement
 from asyncrl.core.errors import DataError, LedgerError
 from asyncrl.core.staleness import is_admissible, max_open_tickets
 from asyncrl.core.states import FAILURES, Reason
 
 MAX_SOURCES = 64
 """Of one run's prompts."""
-MAX_RECORDS = 1 << 16
-"""Of the turns of one ticket's samples."""
 MAX_HELD = 1024
 """Issued tickets of sources that get no leases; beyond it the oldest are dropped."""
 
 
-class ReplicaCommands:
-    """Commands of replicas. Each raises before it changes anything, or succeeds whole."""
+class LeaseCommands:
+    """Commands about leases. Each raises before it changes anything, or succeeds whole."""
 
     def __init__(self, settings: LedgerSettings) -> None:
         self.settings = settings
@@ -55,6 +52,7 @@ class ReplicaCommands:
         self.evaluations = EvaluationOrders(self.state, self._emit)
         self._events: list[ev.Event] = []
         self._order: PromptOrder | None = None
+        self.placement = Placement(self.settings.lease_s)
         self._judge_all_again()
 
     def _judge_all_again(self) -> None:
@@ -111,6 +109,8 @@ class ReplicaCommands:
     def lease(self, replica: str, version: int, want: int, now: float) -> list[Grant]:
         """Grant up to `want` leases to a replica that serves `version`; oldest tickets first.
 
+        With `shares_prefixes` it is at most its share of a step, and of the oldest those that suit its cache.
+
         Raises:
             DataError: The data is not described yet.
             LedgerError: The version was never registered.
@@ -118,9 +118,13 @@ class ReplicaCommands:
         if not self.state.num_prompts:
             raise DataError("no replica has described the training data yet", hint="Call describe_data first")
         served_step = self._served_step(version)
+        if self.settings.shares_prefixes:
+            self.placement.note(replica, now)
+            want = min(want, self.placement.share(self.settings.groups_per_step))
         grants: list[Grant] = []
         while served_step is not None and len(grants) < want and (found := self._admit(served_step, now)):
-            ticket, position = found
+            ticket = self._choose(replica, version, *found, now)
+            position = found[1]
             if ticket.partial is not None and not _may_go_on(self.state, ticket.partial, position):
                 self._emit(ev.PartialDropped(ticket.id, PartialLoss.STALE.value))
             self._emit(ev.Leased(ticket.id, replica, now + self.settings.lease_s, position, version))
@@ -149,6 +153,8 @@ class ReplicaCommands:
         ticket = self.breaker.next_issued(now)
         if ticket is not None:
             position = max(first, min(position, ticket.position))
+            if settings.shares_prefixes and ticket.is_new and not self._lacks_stored:  # issued ahead
+                return None
         elif not (self.breaker.may_lease_any(now) and self._may_issue()):
             return None
         has_memory = state.memory_bytes + settings.max_group_bytes <= settings.memory_bytes
@@ -156,12 +162,29 @@ class ReplicaCommands:
             return None
         return ticket or self._issue_new(position, now), position
 
+    def _choose(self, replica: str, version: int, oldest: Ticket, position: int, now: float) -> Ticket:
+        """Return the ticket to lease at `position`: the oldest, or one near it that suits the cache."""
+        state, heap = self.state, self.state.issued_heap
+        if not (self.settings.shares_prefixes and state.sources and oldest.is_new):
+            return oldest
+        within = min(WINDOW, self.settings.groups_per_step)
+        while len(heap) - len(self.breaker.held()) < within and self._may_issue():
+            self._issue_new(position + self.settings.groups_per_step, now)  # placed when it is leased
+        near = [state.tickets[number] for number in sorted(heap) if 0 <= number - oldest.id < within]
+        near = [one for one in near if one.is_new and self.breaker.may_lease(one.source, now)]
+        return near[self.placement.place(replica, version, [one.source for one in near])]
+
     def _may_issue(self) -> bool:
         settings, state = self.settings, self.state
         limit = max_open_tickets(settings.groups_per_step, self.max_lag)
         is_room = state.num_open - len(self.breaker.held()) < min(limit, state.paced_open_tickets or limit)
         is_room = is_room or state.num_unplaced < state.num_missing
-        return is_room and state.counts[State.STORED] < settings.ready_batches * settings.groups_per_step
+        return is_room and self._lacks_stored
+
+    @property
+    def _lacks_stored(self) -> bool:
+        """Rule (c)."""
+        return self.state.counts[State.STORED] < self.settings.ready_batches * self.settings.groups_per_step
 
     def _issue_new(self, position: int, now: float) -> Ticket:
         """Issue tickets up to one of a source that may be leased; the others are held until theirs may."""
@@ -185,6 +208,7 @@ class ReplicaCommands:
     def renew(self, replica: str, held: Sequence[tuple[int, int]], now: float) -> list[tuple[int, int]]:
         """Extend leases; return the (ticket, attempt) pairs that the replica does not hold any more."""
         kept, lost = set(), []
+        self.placement.renew(replica, now)
         for pair in held:
             if self.holds_lease(replica, *pair):
                 kept.add(pair[0])
@@ -200,136 +224,6 @@ class ReplicaCommands:
         if found is None or found.state is not State.LEASED:
             return False
         return found.attempt == attempt and found.replica == replica
-
-    def judge_push(self, replica: str, ticket: int, attempt: int) -> str:
-        """Return `accepted`, `duplicate` (this attempt was stored before) or `late` (it lost its lease).
-
-        Raises:
-            LedgerError: The ticket was never issued, or this attempt of it was never leased.
-        """
-        if self.holds_lease(replica, ticket, attempt):
-            return "accepted"
-        if not 1 <= ticket <= self.state.num_issued:
-            raise LedgerError(f"ticket {ticket} was never issued")
-        found = self.state.tickets.get(ticket)
-        if found is None:
-            return "late"
-        if attempt > found.attempt or (attempt == found.attempt and found.state is State.ISSUED):
-            raise LedgerError(f"attempt {attempt} at ticket {ticket} was never leased")
-        is_duplicate = attempt == found.attempt and found.state in PAYLOAD_STATES
-        return "duplicate" if is_duplicate else "late"
-
-    def take_in(
-        self,
-        ticket: int,
-        num_tokens: int,
-        num_bytes: int,
-        numbers: Collection[int],
-        *,
-        is_masked: bool = False,
-        has_zero_variance: bool = False,
-    ) -> str:
-        """Store an accepted group, or drop one that would train nothing; return `stored` or `dropped`.
-
-        Args:
-            numbers: Of the versions that sampled it. is_masked: No token of it may be trained.
-            has_zero_variance: All of its rewards are equal, and such groups are not wanted.
-
-        Raises:
-            LedgerError: As `store`.
-        """
-        self.breaker.succeed(_check_leased(self.state, ticket).source)
-        if is_masked:
-            self.drop_masked(ticket)
-        elif has_zero_variance:
-            self.drop_zero_variance(ticket)
-        else:
-            self.store(ticket, num_tokens, num_bytes, (min(numbers), max(numbers)))
-            return "stored"
-        return "dropped"
-
-    def store(self, ticket: int, num_tokens: int, num_bytes: int, versions: tuple[int, int]) -> None:
-        """Store an accepted group; `versions` are the lowest and the highest number that sampled it.
-
-        Raises:
-            LedgerError: The ticket is not leased, or a version was never registered.
-        """
-        _check_leased(self.state, ticket)
-        _check_payload(self.state, num_bytes, versions)
-        self._emit(ev.Stored(ticket, num_tokens, num_bytes, versions))
-        if self.settings.policy == "drop":
-            self._unjudged.append(ticket)
-
-    def store_partial(
-        self,
-        replica: str,
-        ticket: int,
-        attempt: int,
-        num_tokens: int,
-        num_bytes: int,
-        versions: tuple[int, int],
-    ) -> str:
-        """Take back a lease with the work done so far, which the ticket's next attempt may go on from.
-
-        Returns:
-            `stored`; `released`, if it finds no room beside the whole groups; or `late`.
-
-        Raises:
-            LedgerError: A version was never registered.
-        """
-        if not self.holds_lease(replica, ticket, attempt):
-            return "late"
-        _check_payload(self.state, num_bytes, versions)
-        found = self.state.tickets[ticket]
-        if not _has_room(self.state, found, num_bytes):
-            self._give_back(found, Reissue.RELEASED)
-            return "released"
-        self._emit(ev.PartialStored(ticket, num_tokens, num_bytes, versions))
-        return "stored"
-
-    def store_turns(
-        self, replica: str, ticket: int, attempt: int, number: int, num_bytes: int, versions: tuple[int, int]
-    ) -> str:
-        """Keep one more record of the turns that a leased attempt has finished, for those after it.
-
-        Returns:
-            `stored`; `duplicate`, if it is there; `full`, if it finds no room; or `late`.
-
-        Raises:
-            LedgerError: A version was never registered, or the record does not follow the last one.
-        """
-        if not self.holds_lease(replica, ticket, attempt):
-            return "late"
-        found = self.state.tickets[ticket]
-        num_records = found.partial.num_records if found.partial is not None else 0
-        if number <= num_records and found.partial_attempt == attempt:
-            return "duplicate"
-        if number != num_records + 1:
-            raise LedgerError(f"record {number} of ticket {ticket} does not follow record {num_records}")
-        whole = with_record(found, number, num_bytes, versions).num_bytes
-        is_too_much = number > MAX_RECORDS or whole > self.settings.max_group_bytes
-        if is_too_much or not _has_room(self.state, found, whole):
-            return "full"
-        _check_payload(self.state, num_bytes, versions)
-        self._emit(ev.TurnsStored(ticket, number, num_bytes, versions))
-        return "stored"
-
-    def lose_partial(self, ticket: int) -> None:
-        """Forget a partial rollout whose payload is missing or damaged: the ticket starts from its prompt."""
-        found = self.state.tickets.get(ticket)
-        if found is None or found.partial is None:
-            raise LedgerError(f"ticket {ticket} has no partial rollout")
-        self._emit(ev.PartialDropped(ticket, PartialLoss.LOST.value))
-
-    def drop_zero_variance(self, ticket: int) -> None:
-        """Drop an accepted group whose rewards are all equal; its prompt is given up."""
-        _check_leased(self.state, ticket)
-        self._emit(ev.Dropped(ticket, DropReason.ZERO_VARIANCE.value, True))
-
-    def drop_masked(self, ticket: int) -> None:
-        """Drop an accepted group of which no token may be trained; its prompt is given up."""
-        _check_leased(self.state, ticket)
-        self._emit(ev.Dropped(ticket, DropReason.MASKED.value, True))
 
     def fail(
         self, replica: str, ticket: int, attempt: int, cause: str = "", said: str = "", now: float = 0.0
@@ -370,6 +264,7 @@ class ReplicaCommands:
 
     def deregister(self, replica: str) -> None:
         """Take back all that a replica holds; the same name may lease again."""
+        self.placement.forget(replica)
         for ticket in sorted(self.state.leases.get(replica, ())):
             self._give_back(self.state.tickets[ticket], Reissue.DEREGISTERED)
         self.evaluations.free(replica)
@@ -403,14 +298,6 @@ class ReplicaCommands:
         """
         self._emit(ev.Restarted(now + self.settings.lease_s))
 
-    def lose_payload(self, ticket: int) -> None:
-        """Issue a stored or reserved ticket again, because its payload is missing or damaged."""
-        found = self.state.tickets.get(ticket)
-        if found is None or found.state not in (State.STORED, State.RESERVED):
-            raise LedgerError(f"ticket {ticket} is neither stored nor reserved: it has no payload to lose")
-        self._emit(ev.Reissued(ticket, Reissue.LOST.value))
-        self._judge_all_again()
-
     def _give_back(self, ticket: Ticket, reason: Reissue, last: DropReason = DropReason.POISON) -> None:
         limit = self.settings.max_attempts
         has_failed = reason is Reissue.FAILED and ticket.num_failures + 1 >= limit
@@ -422,31 +309,10 @@ class ReplicaCommands:
             self._emit(ev.Reissued(ticket.id, reason.value))
 
 
-def _check_leased(state: LedgerState, ticket: int) -> Ticket:
-    found = state.tickets.get(ticket)
-    if found is None or found.state is not State.LEASED:
-        raise LedgerError(f"ticket {ticket} is not leased")
-    return found
-
-
-def _check_payload(state: LedgerState, num_bytes: int, versions: tuple[int, int]) -> None:
-    assert num_bytes <= state.settings.max_group_bytes, "checked where groups come in"
-    for number in versions:
-        if number not in state.versions:
-            raise LedgerError(f"version {number} was never registered")
-
-
 def _may_go_on(state: LedgerState, partial: PartialRollout, position: int) -> bool:
     """Apply rule (b) to a partial rollout."""
     oldest, settings = state.versions.lowest_step(partial.versions), state.settings
     return is_admissible(position, settings.groups_per_step, oldest, settings.max_lag)
-
-
-def _has_room(state: LedgerState, ticket: Ticket, num_bytes: int) -> bool:
-    """Tell whether a partial rollout, in place of the ticket's present one, fits beside whole groups."""
-    before, settings = ticket.partial, state.settings
-    others = state.partial_bytes - (before.num_bytes if before is not None else 0)
-    return others + num_bytes <= settings.memory_bytes - settings.needed_bytes
 
 
 def _check_sources(num_prompts: int, sources: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
