@@ -28,7 +28,6 @@ LONG_CLASSES = {
     "FleetMachine": (380, 40),  # units of services
     # One facade each: its state lies in parts that are classes already; a method is a command or a call.
     "Ledger": (370, 30),  # commands of the learner
-    "ReplicaCommands": (370, 35),  # commands of replicas, the base of `Ledger`
     "RedisJournal": (360, 33),  # link, health, payloads; one protocol of turns over them
     "CoordinatorService": (330, 30),  # calls of peers to `Coordination`
     "Supervisor": (310, 25),  # a run from its begin to its end
