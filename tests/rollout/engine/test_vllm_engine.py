@@ -146,8 +146,8 @@ class SlowClient:
     async def update_weights(self, update: object) -> None:
         await asyncio.sleep(0.2)
 
-    async def collective_rpc(self, method: str) -> list[str]:
-        return [""]
+    async def collective_rpc(self, method: str) -> list[tuple[str, None]]:
+        return [("", None)]
 
     async def finish_weight_update(self) -> None: ...
 
