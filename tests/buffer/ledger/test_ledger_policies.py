@@ -350,6 +350,16 @@ def test_records_that_would_be_over_age_are_let_go_and_the_next_one_is_the_first
     assert store_turns(run, again, 1, version=2) == "stored"
 
 
+def test_records_are_as_old_as_their_oldest_token_and_as_new_as_their_newest() -> None:
+    run = Run()
+    (grant,) = run.lease()
+    newest = run.ledger.register_version(run.token, 0)
+    for number, version in enumerate((newest, 1, newest), 1):
+        store_turns(run, grant, number, version=version)
+    partial = run.state.tickets[grant.ticket].partial
+    assert partial is not None and partial.versions == (1, newest)
+
+
 def test_a_ticket_s_records_are_never_larger_than_a_group() -> None:
     run = Run()
     (grant,) = run.lease()
