@@ -80,7 +80,7 @@ def test_each_call_counts_once_though_its_replica_is_killed_inside_one(
         f"reward.fn={tmp_path / 'reward.py'}:compute_score",
         *("learner.steps=2000", "eval.every_steps=0"),
     )
-    run.wait_for(lambda status: status["ledger"]["issued"] > KILLED[0])
+    run.wait_for(lambda status: status["ledger"].get("issued", 0) > KILLED[0])
     told = wait_for_end(run, tmp_path / "counting.jsonl", is_idempotent)
     effects = read(tmp_path / "counting.jsonl")
     assert max(Counter(one["place"] for one in effects).values()) == 1, "a call counted twice"

@@ -41,6 +41,7 @@ from tests.rollout.environments.recorded.journal_parts import (
     MAX_TOKENS,
     SETTINGS,
     CountingTool,
+    Killed,
     SpeakingEngine,
     calling,
     open_bench,
@@ -53,15 +54,16 @@ SAID = {(sample, turn) for sample in range(GROUP_SIZE) for turn in range(3)}
 
 
 class HeldEngine(ScriptedEngine):
-    """Says the first two turns, and is at work on the third until it is interrupted."""
+    """Is at work on the third turn of some samples until it is interrupted."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: Sequence[int]) -> None:
+        self._held = tuple(f".{sample}.turn2" for sample in samples)
         super().__init__(TOKENIZER.eos_token_id, tokens_per_s=1e-6)
         self.said: list[tuple[int, int]] = []
         self.num_held = 0
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
-        if request_id.endswith(".turn2"):
+        if request_id.endswith(self._held):
             self.num_held += 1
             return await super().generate(prompt_ids, sampling, request_id)
         speaker = SpeakingEngine(self.serving.number)
@@ -70,9 +72,11 @@ class HeldEngine(ScriptedEngine):
         return found
 
 
-def test_a_drain_loses_no_turn(tmp_path: Path):
+@pytest.mark.parametrize("samples", [(0, 1), (1,)], ids=["all held", "one has ended"])
+def test_a_drain_loses_no_turn(tmp_path: Path, samples: Sequence[int]):
     """The real replica is drained; another one has only the third turns to sample."""
-    tool, held, receiver = CountingTool(is_idempotent=False), HeldEngine(), HandFedReceiver()
+    tool, held, receiver = CountingTool(is_idempotent=False), HeldEngine(samples), HandFedReceiver()
+    num_said = 2 * (3 * GROUP_SIZE - len(samples))
     with open_bench(tmp_path) as bench:
         first, second = prepare(bench)
         receiver.offer(first, 0)
@@ -86,18 +90,17 @@ def test_a_drain_loses_no_turn(tmp_path: Path):
 
         replica = Replica(ThreadRuntime(), "rollout.0", SETTINGS, build)
         with running(replica):
-            wait_for(lambda: held.num_held == 2 * GROUP_SIZE, "two groups in their third turn")
+            wait_for(lambda: (held.num_held, len(held.said)) == (2 * len(samples), num_said), "third turns")
             replica.command(Drain())
             wait_for(lambda: replica.status().state == "RETIRED", "RETIRED")
         assert bench.learner.status().reissues["released"] == 2
         for ticket in (1, 2):
             heir = SpeakingEngine(second)
             assert bench.play(calling(tool), heir, name="rollout.1").ticket == ticket
-            assert sorted(heir.said) == [(0, 2), (1, 2)], "no turn is sampled twice"
-        assert len(held.said) == 2 * 2 * GROUP_SIZE
+            assert sorted(heir.said) == [(sample, 2) for sample in samples], "no turn is sampled twice"
         assert len(tool.keys) == 2 * 2 * GROUP_SIZE, "no call is made twice"
         assert bench.counters["groups_resumed"] == 2
-        spans = bench.group(1).trajectories[0].spans
+        spans = bench.group(1).trajectories[1].spans
         assert [span.version for span in spans] == [first, second]
 
 
@@ -113,6 +116,29 @@ def test_an_episode_goes_on_after_its_replica_and_the_buffer_died(tmp_path: Path
         assert sorted(died.said + heir.said) == sorted(SAID)
         assert max(tool.effects.values()) == 1
         assert bench.group(grant.ticket).trajectories[0].spans[0].version == first
+
+
+def test_a_replica_that_dies_as_its_last_turn_is_scored_has_recorded_its_calls(tmp_path: Path):
+    tool, scored = CountingTool(is_idempotent=False), []
+    chosen = PatternCalls(r"\?(.+)", "calculator", "expression", "!{result}=")
+
+    class Scored(ToolEpisode):
+        async def score(self) -> float:
+            scored.append(self)
+            if len(scored) == 1:
+                raise Killed
+            return 1.0
+
+    def make(prompt: Any, seed: int) -> Scored:
+        return Scored({"calculator": tool}, chosen)
+
+    with open_bench(tmp_path) as bench:
+        first, second = prepare(bench)
+        episodes = Episodes(make, max_turns=1, is_restorable=True)
+        grant = bench.play(episodes, SpeakingEngine(first))
+        bench.play(episodes, SpeakingEngine(second))
+        assert len(scored) >= 3 and max(tool.effects.values()) == 1
+        assert bench.group(grant.ticket).is_whole
 
 
 def test_records_that_would_be_over_age_begin_anew_as_single_turns_do(tmp_path: Path):
