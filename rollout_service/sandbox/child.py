@@ -20,7 +20,6 @@ import struct
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 from typing import BinaryIO, TypedDict
 
@@ -214,7 +213,7 @@ def run(settings: Settings, command: Order) -> dict[str, object]:
         )
         ended = watch(process, settings["memory_bytes"], command["deadline_s"])
     except (OSError, ValueError) as error:
-        os.write(files[2], repr(error).encode())
+        os.write(files[2], str(error).encode("utf-8", "replace"))
     code = end_all(process)
     out, err = (read_output(file, settings["output_bytes"], file == files[2]) for file in files[1:])
     for file in files:
@@ -224,12 +223,12 @@ def run(settings: Settings, command: Order) -> dict[str, object]:
 
 def watch(process: subprocess.Popen[bytes], memory_bytes: int, deadline_s: float) -> str:
     """Wait for a command; return why it must be ended, empty if it has ended by itself."""
-    end = time.monotonic() + deadline_s
-    while (left_s := end - time.monotonic()) > 0:
+    while deadline_s > 0:
         try:
-            process.wait(min(POLL_S, left_s))
+            process.wait(min(POLL_S, deadline_s))
             return ""
         except subprocess.TimeoutExpired:
+            deadline_s -= POLL_S
             if os.getpid() == 1 and resident_bytes() > memory_bytes:
                 return "memory"
     return "timeout"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.runtime.threads import ThreadRuntime
 from rollout_service.environments.protocol import EnvironmentFailed
 from rollout_service.environments.tools.calling import CallKey
 from rollout_service.environments.tools.tool import Tool, ToolExhausted, ToolRefused
@@ -69,9 +69,12 @@ class McpServer:
         self._is_over = asyncio.Event()
 
     def list_tools(self) -> list[McpTool]:
-        """Return the server's tools; it is started for that and ended again. Raises ConfigError."""
-        with ThreadPoolExecutor(1) as thread:  # there may be a loop in this one
-            return thread.submit(asyncio.run, self._list()).result()
+        """Return the server's tools; it is started for that and ended again, outside of any event loop.
+
+        Raises:
+            ConfigError: It does not start, or lists none.
+        """
+        return ThreadRuntime().run_async(self._list())
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> str:
         """Return the result of a tool as text. Raises ToolRefused, EnvironmentFailed."""

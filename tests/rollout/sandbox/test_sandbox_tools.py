@@ -185,6 +185,7 @@ def test_the_schemas_of_a_server_are_those_that_a_prompt_describes() -> None:
 @pytest.mark.long
 def test_a_server_that_ends_fails_the_episode_and_is_started_again_once() -> None:
     use = ToolUse([{"mcp": over_streams()}])
+    assert use.tools
 
     async def work() -> list[str]:
         with pytest.raises(EnvironmentFailed, match="ended in a call"):
