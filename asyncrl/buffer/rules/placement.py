@@ -31,20 +31,55 @@ class Placed(StrEnum):
     ORDER = "order"
 
 
-class Prefixes:
-    """Beginnings in the replicas' caches at the newest version; those of older versions are of no use.
+class Placement:
+    """The replicas that ask, and the beginnings in their caches at the newest version.
 
-    >>> prefixes = Prefixes()
-    >>> prefixes.note("a", 1, source=0)
-    >>> prefixes.choose("b", 1, sources=[0, 1])
+    Args:
+        silence_s: A replica that neither asks nor renews for so long is forgotten.
+
+    Attributes:
+        counts: Tickets placed, by reason.
+
+    >>> placement = Placement(10.0)
+    >>> placement.note("a", 1, source=0)
+    >>> placement.choose("b", 1, sources=[0, 1])
     (1, <Placed.NEW: 'new'>)
-    >>> prefixes.choose("a", 1, sources=[1, 0])
+    >>> placement.choose("a", 1, sources=[1, 0])
     (1, <Placed.HIT: 'hit'>)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._seen: dict[str, float] = {}  # by when they last asked or renewed, the most silent first
         self._version = 0
         self._holders: dict[int, set[str]] = {}
+        self.counts: Counter[Placed] = Counter()
+
+    def see(self, replica: str, now: float, *, asks: bool = True) -> None:
+        """Take note that a replica is there, if it has ever asked; forget those silent for too long."""
+        if not (asks or replica in self._seen):
+            return
+        self._seen.pop(replica, None)
+        self._seen[replica] = now
+        while now - self._seen[silent := next(iter(self._seen))] >= self._silence_s:
+            self.forget(silent)
+
+    def forget(self, replica: str) -> None:
+        """The replica is gone, and its cache with it."""
+        self._seen.pop(replica, None)
+        for holders in self._holders.values():
+            holders.discard(replica)
+
+    def share(self, groups_per_step: int) -> int:
+        """Return the most groups of one lease call: the replica's share of a step."""
+        return -(-groups_per_step // max(1, len(self._seen)))
+
+    def place(self, replica: str, version: int, sources: Sequence[int]) -> int:
+        """Return the place in `sources`, those of the oldest tickets, of the one that it is given."""
+        place, reason = self.choose(replica, version, sources)
+        self.counts[reason] += 1
+        self.note(replica, version, sources[place])
+        return place
 
     def choose(self, replica: str, version: int, sources: Sequence[int]) -> tuple[int, Placed]:
         """Return the place in `sources`, those of the oldest tickets, of the one to grant, and the reason."""
@@ -66,53 +101,3 @@ class Prefixes:
             self._version, self._holders = version, {}
         if version == self._version:
             self._holders.setdefault(source, set()).add(replica)
-
-    def forget(self, replica: str) -> None:
-        """The replica is gone, and its cache with it."""
-        for holders in self._holders.values():
-            holders.discard(replica)
-
-
-class Placement:
-    """The replicas that ask, and what their caches have.
-
-    Args:
-        silence_s: A replica that neither asks nor renews for so long is forgotten.
-
-    Attributes:
-        counts: Tickets placed, by reason.
-    """
-
-    def __init__(self, silence_s: float) -> None:
-        self._silence_s = silence_s
-        self._seen: dict[str, float] = {}  # by when they last asked or renewed, the most silent first
-        self._prefixes = Prefixes()
-        self.counts: Counter[Placed] = Counter()
-
-    def note(self, replica: str, now: float) -> None:
-        """Take note that a replica is there; forget those that have been silent for too long."""
-        self._seen.pop(replica, None)
-        self._seen[replica] = now
-        while now - self._seen[silent := next(iter(self._seen))] >= self._silence_s:
-            self.forget(silent)
-
-    def renew(self, replica: str, now: float) -> None:
-        """Take note that a replica that has asked is still there."""
-        if replica in self._seen:
-            self.note(replica, now)
-
-    def forget(self, replica: str) -> None:
-        """The replica is gone."""
-        self._seen.pop(replica, None)
-        self._prefixes.forget(replica)
-
-    def share(self, groups_per_step: int) -> int:
-        """Return the most groups of one lease call: the replica's share of a step."""
-        return -(-groups_per_step // max(1, len(self._seen)))
-
-    def place(self, replica: str, version: int, sources: Sequence[int]) -> int:
-        """Return the place in `sources`, those of the oldest tickets, of the one that it is given."""
-        place, reason = self._prefixes.choose(replica, version, sources)
-        self.counts[reason] += 1
-        self._prefixes.note(replica, version, sources[place])
-        return place

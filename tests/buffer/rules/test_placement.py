@@ -10,7 +10,7 @@ import pytest
 from asyncrl.buffer.composition import ledger_settings
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.tickets import Grant, State
-from asyncrl.buffer.rules.placement import WINDOW, Placed, Prefixes
+from asyncrl.buffer.rules.placement import WINDOW, Placed, Placement
 from asyncrl.control.rows.metering import Meter
 from asyncrl.core.config.tree import Config
 from tests.buffer.ledger.parts.ledger_runs import GROUP_BYTES, SETTINGS
@@ -38,7 +38,7 @@ class Fleet:
 
 
 def test_a_replica_is_given_what_its_cache_has_then_what_nobody_has_then_the_oldest():
-    prefixes = Prefixes()
+    prefixes = Placement(10.0)
     for source in (0, 1):
         prefixes.note("b", 1, source)
     prefixes.note("a", 1, 2)
@@ -57,7 +57,7 @@ def test_a_replica_that_asks_again_and_again_is_given_one_source_and_leaves_the_
     sources = {name: [fleet.lease(name)[0].source for _ in range(3)] for name in "abcd"}
     assert all(len(set(found)) == 1 for found in sources.values()), sources
     assert len({found[0] for found in sources.values()}) == 4
-    assert fleet.ledger.num_placed == {Placed.NEW: 4, Placed.HIT: 8}
+    assert fleet.ledger.placement.counts == {Placed.NEW: 4, Placed.HIT: 8}
 
 
 def test_a_ticket_is_passed_over_by_fewer_than_the_window():

@@ -119,7 +119,7 @@ class LeaseCommands:
             raise DataError("no replica has described the training data yet", hint="Call describe_data first")
         served_step = self._served_step(version)
         if self.settings.shares_prefixes:
-            self.placement.note(replica, now)
+            self.placement.see(replica, now)
             want = min(want, self.placement.share(self.settings.groups_per_step))
         grants: list[Grant] = []
         while served_step is not None and len(grants) < want and (found := self._admit(served_step, now)):
@@ -208,7 +208,7 @@ class LeaseCommands:
     def renew(self, replica: str, held: Sequence[tuple[int, int]], now: float) -> list[tuple[int, int]]:
         """Extend leases; return the (ticket, attempt) pairs that the replica does not hold any more."""
         kept, lost = set(), []
-        self.placement.renew(replica, now)
+        self.placement.see(replica, now, asks=False)
         for pair in held:
             if self.holds_lease(replica, *pair):
                 kept.add(pair[0])
