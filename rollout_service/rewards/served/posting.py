@@ -58,7 +58,10 @@ class JsonServer:
         self._name, self._url, self._deadline_s, self._attempts = name, url, deadline_s, attempts
         parts = urlsplit(url)
         if not parts.hostname or parts.username is not None:
-            raise ConfigError(f"the URL of the reward '{name}' names no host, or a user", hint="Use a key")
+            raise ConfigError(
+                f"the URL of the reward '{name}' names no host, or a user",
+                hint="Use `key_env` or `api_key_env`",
+            )
         key = os.environ.get(key_env) if key_env else None
         if key_env and not key:
             raise ConfigError(f"the reward '{name}' wants a key in ${key_env}, which is not set")

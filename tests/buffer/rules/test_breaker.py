@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.client import ReplicaClient
-from asyncrl.buffer.ledger import leases
 from asyncrl.buffer.ledger.census import take_census
+from asyncrl.buffer.ledger.commands import leases
 from asyncrl.buffer.ledger.events import Event
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.tickets import Grant, State
