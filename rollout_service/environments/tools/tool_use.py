@@ -115,7 +115,11 @@ class ToolEpisode(Environment):
     """Answers calls until a turn has none. It gives no reward: `reward.fn` judges that turn."""
 
     def __init__(
-        self, tools: Mapping[str, Tool], call_format: CallFormat, result_chars: int, sandbox: Sandbox | None
+        self,
+        tools: Mapping[str, Tool],
+        call_format: CallFormat,
+        result_chars: int = MAX_RESULT_CHARS,
+        sandbox: Sandbox | None = None,
     ) -> None:
         self._tools = {name: tool.begin(sandbox) for name, tool in tools.items()}
         self._format = call_format

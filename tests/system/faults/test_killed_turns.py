@@ -23,12 +23,13 @@ import json, os, signal
 from pathlib import Path
 
 from rollout_service.environments.tools.calls import Call
+from rollout_service.environments.tools.tool import Tool
 from rollout_service.environments.tools.tool_use import ToolEpisode
 
 PLACE = Path(__file__).with_suffix(".jsonl")
 
 
-class Count:
+class Count(Tool):
     name, description, argument = "count", "", "text"
     is_idempotent = IS_IDEMPOTENT
 

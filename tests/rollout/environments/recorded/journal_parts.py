@@ -26,6 +26,7 @@ from rollout_service.environments.registry import Episodes
 from rollout_service.environments.runner import MultiTurn
 from rollout_service.environments.tools.calling import CallKey
 from rollout_service.environments.tools.calls import CallFormat, PatternCalls
+from rollout_service.environments.tools.tool import Tool
 from rollout_service.environments.tools.tool_use import ToolEpisode
 from rollout_service.replica.groups import GroupTasks
 from rollout_service.replica.lifecycle import Lifecycle
@@ -71,7 +72,7 @@ def hooked(killer: Killer) -> Iterator[Killer]:
         set_hook(before)
 
 
-class CountingTool:
+class CountingTool(Tool):
     """A tool with a lasting effect: `effects` by text and sample of the call; `keys` of all calls."""
 
     name, description, argument = "calculator", "", "expression"
