@@ -53,7 +53,8 @@ def test_a_right_program_passes_the_tests_of_each_form_and_a_wrong_one_does_not(
 
 
 @pytest.mark.parametrize(
-    "code", ["import os; os._exit(0)", "raise SystemExit(0)", "x = (", "input(); input()"]
+    "code",
+    ["print('true', flush=True); import os; os._exit(0)", "raise SystemExit(0)", "x = (", "input(); input()"],
 )
 @pytest.mark.parametrize("ground_truth", [PAIRS, CALLS, ["assert add(1, 2) == 3"]])
 def test_a_program_that_ends_early_or_does_not_run_passes_nothing(code: str, ground_truth: object) -> None:
