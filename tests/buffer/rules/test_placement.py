@@ -23,10 +23,12 @@ REQUIRED = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"
 class Fleet:
     """A ledger of several sources, and its learner."""
 
-    def __init__(self, *, shares_prefixes: bool = True, max_lag: int = 1, groups: int = 32) -> None:
+    def __init__(
+        self, *, shares_prefixes: bool = True, max_lag: int = 1, groups: int = 32, first: float = 1.0
+    ) -> None:
         settings = replace(SETTINGS, groups_per_step=groups, max_lag=max_lag, memory_bytes=1 << 30)
         self.ledger = Ledger(replace(settings, shares_prefixes=shares_prefixes))
-        self.ledger.describe_data(200, "digest", SOURCES)
+        self.ledger.describe_data(200, "digest", [(50, first), *SOURCES[1:]])
         self.token = self.ledger.open("learner")
         self.version = self.ledger.register_version(self.token, 0)
 
@@ -48,6 +50,7 @@ def test_a_replica_is_given_what_its_cache_has_then_what_nobody_has_then_the_old
     assert prefixes.choose("a", 2, [0, 2]) == (0, Placed.NEW), "a new version has cleared all caches"
     prefixes.note("b", 2, 0)
     assert prefixes.choose("a", 1, [1, 2]) == (0, Placed.ORDER), "an older version's cache is of no use"
+    assert prefixes.choose("a", 2, [1, 2]) == (0, Placed.NEW), "nor what it had then"
     prefixes.forget("b")
     assert prefixes.choose("a", 2, [0, 3]) == (0, Placed.NEW), "its cache has gone with it"
 
@@ -61,8 +64,8 @@ def test_a_replica_that_asks_again_and_again_is_given_one_source_and_leaves_the_
 
 
 def test_a_ticket_is_passed_over_by_fewer_than_the_window():
-    fleet = Fleet()
-    order = [fleet.lease("a")[0].ticket for _ in range(32)]
+    fleet = Fleet(groups=64, first=60.0)
+    order = [fleet.lease("a")[0].ticket for _ in range(100)]
     assert order != sorted(order), "nothing was passed over: this test shows nothing"
     for place, ticket in enumerate(order):
         assert sum(younger > ticket for younger in order[:place]) < WINDOW
@@ -79,6 +82,16 @@ def test_a_call_is_given_its_share_of_a_step_and_those_that_are_silent_have_none
         assert len(fleet.lease("d", 8, 11.0)) == 4, "a has renewed and d asks; b and c are gone"
         fleet.ledger.deregister("a")
         assert len(fleet.lease("d", 8, 11.0)) == 8, "a step, alone"
+
+
+def test_a_ticket_that_was_issued_ahead_has_the_position_of_its_lease():
+    fleet = Fleet(groups=4)
+    for grant in (*fleet.lease("a", 4), *fleet.lease("a", 2))[:4]:
+        fleet.store(grant)
+    assert fleet.ledger.reserve(fleet.token, 0, 0.0)
+    fleet.ledger.trained(fleet.token, 0, [])
+    assert len(fleet.lease("a", 4)) == 2, "two places of the last step that this version may generate"
+    assert fleet.lease("a", 4) == [], "rule (b)"
 
 
 def test_a_synchronous_step_trains_the_same_groups_with_the_same_seeds_whoever_generates_them():
