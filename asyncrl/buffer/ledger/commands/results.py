@@ -135,6 +135,7 @@ class ReplicaCommands(LeaseCommands):
             raise LedgerError(f"record {number} of ticket {ticket} does not follow record {num_records}")
         whole = with_record(found, number, num_bytes, versions).num_bytes
         is_too_much = number > MAX_RECORDS or whole > self.settings.max_group_bytes
+        is_too_much |= self.state.memory_bytes + num_bytes > self.settings.memory_bytes
         if is_too_much or not _has_room(self.state, found, whole):
             return "full"
         _check_payload(self.state, num_bytes, versions)
