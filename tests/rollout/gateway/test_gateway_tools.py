@@ -121,6 +121,11 @@ def test_an_answer_is_recognised_with_its_reasoning_and_without_it(served: Stage
         check_transcript(served, group, trajectory, WITH_TWO_CALLS)
 
 
+def count_branches(agent: Agent) -> int:
+    """Return how many conversations the agent's session has recorded."""
+    return len(list(agent.stage.gateway.manager.find(agent.key).branches))
+
+
 CHANGES: dict[str, Any] = {
     "another id": lambda message: message["tool_calls"][0].update(id="call-1"),
     "another argument": lambda message: message["tool_calls"][0]["function"].update(
@@ -134,7 +139,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_call_that_comes_back_changed_is_a_changed_history(served: Stage, change: str):
+def test_a_call_that_comes_back_changed_begins_another_branch(served: Stage, change: str):
     agent = served.open()
     message = ask(agent, user(WITH_A_CALL.question)).choices[0].message
     told, spaced = message.model_dump(exclude_none=True), message.model_dump(exclude_none=True)
@@ -142,15 +147,18 @@ def test_a_call_that_comes_back_changed_is_a_changed_history(served: Stage, chan
     spaced["tool_calls"][0]["function"]["arguments"] = '{ "city" :  "Paris" }'
     assert ask(agent, user(WITH_A_CALL.question), spaced, result).choices, "only its spaces differ"
     CHANGES[change](told)
-    with pytest.raises(openai.BadRequestError, match="not the one that this session recorded"):
-        ask(agent, user(WITH_A_CALL.question), told, result, user("And?"))
+    assert count_branches(agent) == 1
+    ask(agent, user(WITH_A_CALL.question), told, result, max_tokens=5)
+    assert count_branches(agent) == 2, "the recorded ids do not stand for it"
+    agent.stage.post("/reward", {"error": "enough seen"}, agent.key)
 
 
 def test_another_effort_of_reasoning_is_another_conversation(served: Stage):
     agent = served.open()
     said = ask(agent, user("Say hello.")).choices[0].message
-    with pytest.raises(openai.BadRequestError, match="not the one that this session recorded"):
-        ask(agent, user("Say hello."), said, user("Again."), reasoning_effort="low")
+    ask(agent, user("Say hello."), said, user("Again."), reasoning_effort="low", max_tokens=5)
+    assert count_branches(agent) == 2
+    agent.stage.post("/reward", {"error": "enough seen"}, agent.key)
 
 
 def test_a_tool_choice_is_the_models(served: Stage):
