@@ -33,7 +33,10 @@ from asyncrl.core.status.statuses import KINDS, Statuses
 JOURNALS = {"none": JournalStatus, "file": FileJournalStatus, "redis": RedisJournalStatus}
 PARTS: Mapping[str, tuple[type[msgspec.Struct], Mapping[str, str]]] = {
     "engine": (EngineStatus, {name: name for name in EngineStatus.__struct_fields__}),
-    "reward": (RewardStatus, {"reward_parts": "parts", "reward_errors": "errors"}),
+    "reward": (
+        RewardStatus,
+        {"reward_parts": "parts", "reward_errors": "errors", "reward_sources": "sources"},
+    ),
     "shaping": (ShapingStatus, {name: name for name in ShapingStatus.__struct_fields__}),
     "gateway": (GatewayStatus, {"gateway": "url", "overridden": "overridden"}),
 }

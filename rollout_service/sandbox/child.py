@@ -25,7 +25,7 @@ from typing import BinaryIO, TypedDict
 
 HEAD = struct.Struct(">QQ")
 """Before each message: bytes of its JSON, bytes of the archive after it."""
-HOME, USER_ID, NOBODY = "/home/sandbox", 1000, 65534
+HOME, USER_ID, NOBODY = "/sandbox", 1000, 65534
 NEW_USER, NEW_NETWORK = 0x10000000, 0x40000000
 NEW_OTHERS = 0x00020000 | 0x20000000 | 0x08000000 | 0x04000000 | 0x02000000
 """Mounts, processes, IPC, host name, control groups."""

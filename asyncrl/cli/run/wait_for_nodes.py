@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from asyncrl.cli.exits import say
 from asyncrl.control.ray import membership
 from asyncrl.control.ray.placement import Node
 from asyncrl.core.errors import AsyncrlError, DeadlineExceeded
@@ -23,7 +24,7 @@ NAMESPACE = "asyncrl-waiting"
 def main(arguments: Sequence[str]) -> int:
     """Return the exit code: 0 when all are there, 1 after the deadline, 2 for wrong arguments."""
     if len(arguments) != 2 or ":" not in arguments[0] or not arguments[1].isdigit():
-        print("usage: python -m asyncrl.cli.run.wait_for_nodes HOST:PORT NODES", file=sys.stderr)
+        say("usage: python -m asyncrl.cli.run.wait_for_nodes HOST:PORT NODES")
         return 2
     address, wanted = arguments[0], int(arguments[1])
     end = time.monotonic() + DEADLINE_S
@@ -32,9 +33,9 @@ def main(arguments: Sequence[str]) -> int:
         membership.join(address, NAMESPACE)
         nodes = await_nodes(membership.living_nodes, wanted, end)
     except AsyncrlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return 1
-    print(f"{len(nodes)} nodes: {', '.join(node.address for node in nodes)}", file=sys.stderr)
+    say(f"{len(nodes)} nodes: {', '.join(node.address for node in nodes)}")
     return 0
 
 

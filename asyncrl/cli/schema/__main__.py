@@ -12,4 +12,7 @@ import sys
 from asyncrl.cli.schema.draft import json_schema
 from asyncrl.cli.schema.page import render
 
-sys.stdout.write(render() if "--page" in sys.argv[1:] else json.dumps(json_schema(), indent=1) + "\n")
+if "--page" in sys.argv[1:]:
+    sys.stdout.write(render())
+else:
+    sys.stdout.write(json.dumps(json_schema(), indent=1) + "\n")

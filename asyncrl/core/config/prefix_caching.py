@@ -8,12 +8,13 @@ from asyncrl.core.variants import engine_facts
 
 def choose_prefix_caching(config: Config) -> tuple[bool, str]:
     """Return what a replica's `rollout.prefix_caching` comes to, and why: `auto` is off where bits matter."""
-    asked, engine = config.rollout.prefix_caching, engine_facts(*config.rollout.engines)
-    if not engine.shares_prefixes:
-        return False, f"{engine.title} shares no prefixes"
+    asked, engines = config.rollout.prefix_caching, [engine_facts(name) for name in config.rollout.engines]
+    for engine in engines:
+        if not engine.shares_prefixes:
+            return False, f"{engine.title} shares no prefixes"
     if asked != "auto":
         return asked, "rollout.prefix_caching says so"
-    mode = engine.find_deterministic_mode()
+    mode = next(filter(None, (engine.find_deterministic_mode() for engine in engines)), "")
     exact = {
         "staleness.max_lag 0": config.staleness.max_lag == 0,
         "run.record": config.run.record,

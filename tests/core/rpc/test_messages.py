@@ -18,7 +18,7 @@ from weight_sync.protocol import messages as coordination
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, (1 << 63) - 1, 0.5, -1e300, float("nan"), float("inf"), b"a"),
     *("", "a", "x" * 5000, "publisher", "receiver.0", "READY"),
-    *([], [1], [[1, 1]], [1, 0.5, 0.5, 1], ["a"], [{}], {}, {"a": 1}, {"accuracy": 0.5}),
+    *([], [1], [1, 1], [[1, 1]], [1, 0.5, 0.5, 1], ["a"], [{}], {}, {"a": 1}, {"accuracy": 0.5}),
     *({"accuracy": [1, 0.5, 0.5, 1]}, {"accuracy": [1, float("inf"), 0.5, 1]}, {"accuracy": "a"}),
 )
 

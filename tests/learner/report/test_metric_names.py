@@ -94,7 +94,9 @@ def watched_names() -> set[str]:
     }
     status |= {"idle_by_cause": {"lease": 1.0}}
     status |= {"reward_parts": {"gsm8k": [1, 1.0]}, "reward_errors": {"raised": 1}}
-    status |= {"overridden": {"temperature": 1}}
+    status |= {"overridden": {"temperature": 1}, "reward_sources": {"gsm8k": {"wrong": 1}}}
+    status |= {"cache": {"prompt_tokens": 2, "cached_tokens": 1, "preemptions": 1, "usage": 0.5}}
+    buffer = {"counters": {"placed/hit": 1}}
     syncing = {
         "weight_sync.0": {
             "counters": {"rounds_failed/digest": 1},
@@ -107,9 +109,9 @@ def watched_names() -> set[str]:
     }
     sinks = {"metrics/sink_dropped/wandb", "metrics/sink_waiting/wandb"}
     meter = Meter()
-    before = status | {"scored": 0, "reward_parts": {}}
+    before = status | {"scored": 0, "reward_parts": {}, "cache": {}}
     meter.update(0.0, statuses_of({"rollout.0": before, "buffer.0": {}}))
-    made = meter.update(1.0, statuses_of({"rollout.0": status, "buffer.0": {}, **syncing}))
+    made = meter.update(1.0, statuses_of({"rollout.0": status, "buffer.0": buffer, **syncing}))
     judged = JudgedPrompt("source", (Judged(True, 1.0, "1", 3, False), None))
     measured = conclude(tally_prompts([judged], 2, {})) | refused_metrics()
     evaluation = FinishedEvaluation(1, 1, 1, measured)

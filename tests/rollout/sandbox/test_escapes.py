@@ -45,7 +45,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 CODES = {
     "write outside": """
-for path in ("/x", "/usr/x", "/etc/passwd", "/etc/x", "/proc/x", "/home/x", "/dev/x", sys.prefix + "/x"):
+for path in ("/x", "/usr/x", "/etc/passwd", "/etc/x", "/proc/x", "/srv/x", "/dev/x", sys.prefix + "/x"):
     held(lambda: open(path, "a"))
 held(lambda: open(sys.argv[1] + "/kept", "a"))
 held(lambda: os.unlink(sys.argv[1] + "/kept"))
