@@ -119,14 +119,19 @@ class ProtocolMachine(RuleBasedStateMachine):
                 assert order.fields["number"] == coordination.current.number
             elif order.kind == "transfer" and member is not None:
                 groups[order.fields["membership"]].append(f"{order.to}#{member.incarnation}")
-                self.check_base(order, member.incarnation)
+                self.check_base(order, member.incarnation, coordination)
         for membership, names in groups.items():
             assert self.groups.setdefault(membership, tuple(names)) == tuple(names)
 
-    def check_base(self, transfer: Order, incarnation: str) -> None:
-        """Differences are to what the member holds, unless it has said something else that is on its way."""
+    def check_base(self, transfer: Order, incarnation: str, coordination: Coordination) -> None:
+        """Differences are to what the member holds, unless it has said something else that is on its way.
+
+        A coordinator that another one has replaced, unaware, knows what the member held before.
+        """
         receiver = self.receivers.get(transfer.to)
-        if receiver is not None and receiver.incarnation == incarnation and not receiver.reports:
+        if receiver is None or receiver.boss is None or receiver.boss.coordination is not coordination:
+            return
+        if receiver.incarnation == incarnation and not receiver.reports:
             assert transfer.fields["base"] in (UNLOADED, receiver.base_of(transfer)), transfer
             self.num_bases += bool(transfer.fields["base"])
 
