@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.cli.audit.report import verify_run
+from asyncrl.core.states import Reason
 from asyncrl.core.status.service import BufferStatus
 from tests.system.parts.up_run import UpRun, leftovers
 
@@ -116,7 +117,9 @@ def wait_for_end(run: UpRun, path: Path, is_idempotent: bool) -> BufferStatus:
         while True:
             told = client.status()
             num_calls = sum(one["place"][0] == KILLED[0] for one in read(path))
-            has_failed = any(" 5.1.0.2.0 " in name for name in told.counters) and told.dropped.get("poison")
+            has_failed = any(" 5.1.0.2.0 " in name for name in told.counters) and told.dropped.get(
+                Reason.ENVIRONMENT
+            )
             if has_failed or (is_idempotent and num_calls >= NUM_TURNS * GROUP_SIZE):
                 return told
             assert time.monotonic() < end, (num_calls, told)
