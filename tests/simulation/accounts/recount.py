@@ -15,6 +15,10 @@ from tests.simulation.accounts.evaluations import EvaluationBook
 from tests.simulation.accounts.violation import Violation
 
 OPEN = ("issued", "leased", "stored", "reserved")
+NO_ACCOUNT = frozenset(
+    {"DataDescribed", "Renewed", "Restarted", "TurnsStored", "PartialDropped", "EvaluationSkipped"}
+)
+"""Kinds of events that change no account; a kind that is not known ends the reading."""
 
 
 @dataclass
@@ -49,9 +53,8 @@ class Recount:
         """Take in the events of all turns."""
         for turn in turns:
             for kind, *values in turn:
-                reader = getattr(self, "_" + kind.lower(), None)
-                if reader is not None:
-                    reader(*values)
+                if kind not in NO_ACCOUNT:
+                    getattr(self, "_" + kind.lower())(*values)
         return self
 
     def check(self, census: dict[str, Any]) -> None:
@@ -139,7 +142,7 @@ class Recount:
         one = self._expect(number, "leased", "stored", "reserved")
         one.state, one.step, one.attempt = "issued", -1, one.attempt + 1
 
-    def _carried(self, number: int, *_: Any) -> None:
+    def _partialstored(self, number: int, *_: Any) -> None:
         one = self._expect(number, "leased")
         one.state, one.attempt = "issued", one.attempt + 1
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import pytest
 
+from asyncrl.buffer.ledger.events import Event
 from tests.simulation.accounts.evaluations import EvaluationBook
-from tests.simulation.accounts.recount import Recount
+from tests.simulation.accounts.recount import NO_ACCOUNT, Recount
 from tests.simulation.accounts.truth import ROOT, WeightsTree
 from tests.simulation.accounts.violation import Violation
 
@@ -23,6 +25,14 @@ def prompt_at(place: int) -> tuple[int, int, int]:
 
 def recount(*events: list[Any]) -> Recount:
     return Recount(prompt_at).read([[event] for event in events])
+
+
+def test_each_kind_of_event_is_in_the_account_or_named_as_none() -> None:
+    kinds = {kind.__name__ for kind in typing.get_args(Event)}
+    assert len(kinds) > 15
+    assert {kind for kind in kinds - NO_ACCOUNT if not hasattr(Recount, f"_{kind.lower()}")} == set()
+    again = recount(ISSUED, LEASED, ["PartialStored", 1, 4, 4, [1, 1]]).tickets[1]
+    assert (again.state, again.attempt) == ("issued", 2)
 
 
 def census(**changed: Any) -> dict[str, Any]:
