@@ -23,7 +23,7 @@ QUICK = {
     ("supervision", "promise_kept"): 17,
 }
 """Mutants, and the seed that is played first."""
-NUM_AIMED, NUM_GENERAL = 200, 2000
+NUM_AIMED, NUM_GENERAL = 400, 2000
 MUTANTS = [*(mutant for scope in SCOPES.values() for mutant in scope.mutants), *UNIT_MUTANTS]
 
 

@@ -20,6 +20,7 @@ from tests.simulation.run.rank import STATE_FILE
 from tests.simulation.run.scenario import Scenario, draw_scenario
 from tests.simulation.sync.content import Truth
 from tests.simulation.sync.play import strike_weights
+from weight_sync.memory.pool import MAX_TAKEN
 
 PATIENCE_S = 150.0
 """Virtual seconds after the last fault within which a run must have ended."""
@@ -145,12 +146,23 @@ class Stage:
         if judge.open_evaluations:
             return f"evaluations {judge.open_evaluations} have not ended"
         newest = judge.truth.published
-        for name in cluster.staying:
+        for name in cluster.staying if not self._is_left_out() else ():
             process, engine = cluster.crew.processes[name], cluster.engines.get(name)
             number = engine.number if process.is_alive and engine is not None else 0
             if number != newest or judge.served_by(process) != newest:
                 return f"{name} serves {number} of {newest}"
         return ""
+
+    def _is_left_out(self) -> bool:
+        """Tell whether the last version is with no publisher any more, for it was killed twice with it.
+
+        The learner has ended: nobody makes another one, and a replica that began since serves none.
+        """
+        service = self.cluster.living("publisher.0")
+        if service is None or service._pool.current is not None:
+            return False
+        left = service._pool._state_file.read()
+        return left is not None and left.manifest is not None and left.num_taken >= MAX_TAKEN
 
     def _judge_end(self) -> None:
         judge = self.judge
