@@ -9,19 +9,10 @@ answer is trained in the branch that sampled it, and in no other.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from rollout_service.gateway.conversation.history import HISTORY_CHANGED, Asked, Reply, Step, is_continued
+from rollout_service.gateway.conversation.history import HISTORY_CHANGED, Asked, Step, Told
 from rollout_service.gateway.conversation.transcript import Transcript
 from rollout_service.gateway.refusal import Refusal
-
-
-@dataclass(frozen=True)
-class Told:
-    """One answered call: its input, and the answer as the client got it."""
-
-    asked: Asked
-    reply: Reply
 
 
 class Branch:
@@ -30,7 +21,6 @@ class Branch:
     Attributes:
         number: Of the branch in its session, from 0: part of its seeds.
         is_busy: A call that it waits for is in flight.
-        num_taken: Turns that other branches have taken along.
     """
 
     def __init__(self, number: int) -> None:
@@ -38,7 +28,6 @@ class Branch:
         self.told: list[Told] = []
         self.transcript = Transcript()
         self.is_busy = False
-        self.num_taken = 0
 
     @property
     def is_answered(self) -> bool:
@@ -47,22 +36,39 @@ class Branch:
 
     def count_held(self, asked: Asked) -> int:
         """Return how many of its turns the history of `asked` holds."""
-        for place in range(len(self.told), 0, -1):
-            told, ids = self.told[place - 1], self.transcript.ids_after(place)
-            if is_continued(told.asked, told.reply, ids, asked):
-                return place
-        return 0
+        return self._follow(asked)[0]
 
-    def may_repeat(self, asked: Asked) -> bool:
-        """Tell whether `asked` is its last call again, which nothing has gone on from."""
-        is_last_own = self.is_answered and self.num_taken < len(self.told)
-        return is_last_own and not self.is_busy and self.told[-1].asked == asked
+    def added_by(self, asked: Asked) -> Asked:
+        """Return what a call that goes on from all turns adds to them."""
+        return asked.after(self._follow(asked)[1])
+
+    def _follow(self, asked: Asked) -> tuple[int, int]:
+        """Return how many turns `asked` holds, and where it goes on: of its messages or its text."""
+        if not self.told or not asked.is_alike(self.told[0].added):
+            return 0, 0
+        if asked.kind == "ids":
+            return self.transcript.count_held(asked.ids), 0
+        start = 0
+        for place, told in enumerate(self.told):
+            end = told.end_in(asked, start)
+            if end is None:
+                return place, start
+            start = end
+        return len(self.told), start
+
+    def is_last(self, asked: Asked) -> bool:
+        """Tell whether `asked` is the call that its last turn answers."""
+        if not self.told or not asked.is_alike(self.told[0].added):
+            return False
+        if asked.kind == "ids":
+            return asked.ids == self.transcript.last_prompt
+        place, start = self._follow(asked)
+        return place == len(self.told) - 1 and asked.after(start) == self.told[-1].added
 
     def fork(self, number: int, place: int) -> Branch:
         """Return a branch that begins with the first `place` turns."""
         branch = Branch(number)
         if place:
-            self.num_taken = max(self.num_taken, place)
             branch.told, branch.transcript = self.told[:place], self.transcript.share(place)
         return branch
 
@@ -90,12 +96,28 @@ class Branches:
 
     def _place(self, asked: Asked) -> tuple[Branch, Step]:
         for branch in self._branches:
-            if branch.may_repeat(asked):
+            if not branch.is_busy and branch.is_last(asked) and self.may_replace(branch):
                 return branch, Step.AGAIN
-        held = [(branch.count_held(asked), not branch.is_busy, branch) for branch in self._branches]
-        place, is_idle, nearest = max(held, key=lambda one: one[:2], default=(0, False, Branch(0)))
-        if place == len(nearest.told) > 0 and is_idle:
+        nearest, place, is_next = Branch(0), 0, False
+        for branch in self._branches:
+            held = branch.count_held(asked)
+            goes_on = held == len(branch.told) and not branch.is_busy
+            if (held, goes_on) > (place, is_next):
+                nearest, place, is_next = branch, held, goes_on
+        if place and is_next:
             return nearest, Step.NEXT
+        return self._begin(nearest, place), Step.NEXT if place else Step.FIRST
+
+    def may_replace(self, branch: Branch) -> bool:
+        """Tell whether no other branch has the last answer."""
+        others = (other for other in self._branches if other is not branch)
+        return not any(branch.told[-1] in other.told for other in others)
+
+    def begin_beside(self, branch: Branch) -> Branch:
+        """Return a branch that begins with all turns but the last. Raises Refusal as `take` does."""
+        return self._begin(branch, len(branch.told) - 1)
+
+    def _begin(self, origin: Branch, place: int) -> Branch:
         if len(self._branches) == self._limit:
             raise Refusal(
                 "the conversation before this call is not one that this session recorded"
@@ -105,9 +127,9 @@ class Branches:
                 code=HISTORY_CHANGED,
             )
         number = min(set(range(self._limit)) - {branch.number for branch in self._branches})
-        branch = nearest.fork(number, place)
+        branch = origin.fork(number, place)
         self._branches.append(branch)
-        return branch, Step.NEXT if place else Step.FIRST
+        return branch
 
     def leave(self, branch: Branch) -> None:
         """Let the branch take the next call; one that was never answered is none."""

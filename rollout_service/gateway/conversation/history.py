@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -61,6 +61,14 @@ class Asked:
     frame: str = ""
     ids: tuple[int, ...] = ()
 
+    def is_alike(self, other: Asked) -> bool:
+        """Tell whether both are of one kind, with the same frame."""
+        return (self.kind, self.frame) == (other.kind, other.frame)
+
+    def after(self, start: int) -> Asked:
+        """Return what it adds to its first `start` messages or letters."""
+        return replace(self, messages=self.messages[start:], text=self.text[start:], ids=())
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -94,23 +102,27 @@ def reply_in_text(text: str) -> Reply:
     return Reply(text, (comparable({"role": "assistant", "content": text}),))
 
 
-def is_continued(before: Asked, reply: Reply, ids: Sequence[int], asked: Asked) -> bool:
-    """Tell whether `asked` goes on from the answer to `before`.
+@dataclass(eq=False)
+class Told:
+    """One answered turn. What several branches have of one conversation is the same object in all of them.
 
-    Args:
-        reply: That answer, as the client got it.
-        ids: All token ids up to its end.
+    Attributes:
+        added: What its call added to the turns before it; without ids, which the transcript has.
+        reply: The answer as the client got it.
     """
-    if (asked.kind, asked.frame) != (before.kind, before.frame):
-        return False
-    if asked.kind == "ids":
-        return asked.ids[: len(ids)] == tuple(ids)
-    if asked.kind == "text":
-        return asked.text.startswith(before.text + reply.text)
-    recorded = before.messages + reply.messages
-    earlier = asked.messages[: len(recorded)]
-    is_complete = len(earlier) == len(recorded)
-    return is_complete and all(map(Message.stands_for, earlier, recorded))
+
+    added: Asked
+    reply: Reply
+
+    def end_in(self, asked: Asked, start: int) -> int | None:
+        """Return where this turn ends in a call's messages or text, None if it is not at `start` of them."""
+        if asked.kind == "text":
+            text = self.added.text + self.reply.text
+            return start + len(text) if asked.text.startswith(text, start) else None
+        recorded = self.added.messages + self.reply.messages
+        said = asked.messages[start : start + len(recorded)]
+        is_there = len(said) == len(recorded) and all(map(Message.stands_for, said, recorded))
+        return start + len(recorded) if is_there else None
 
 
 def comparable(message: Mapping[str, object]) -> Message:

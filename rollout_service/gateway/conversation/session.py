@@ -6,7 +6,8 @@ recorded of a call that has ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,8 +15,8 @@ from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.core.errors import AsyncrlError, WireError
 from asyncrl.core.experience import Trajectory, check_reward
-from rollout_service.gateway.conversation.branches import Branch, Branches, Told
-from rollout_service.gateway.conversation.history import Asked, Step, comparable, reply_in_text
+from rollout_service.gateway.conversation.branches import Branch, Branches
+from rollout_service.gateway.conversation.history import Asked, Step, Told, comparable, reply_in_text
 from rollout_service.gateway.conversation.transcript import Turn
 from rollout_service.gateway.keys import make_marker
 from rollout_service.gateway.refusal import EpisodeFailed, Refusal
@@ -58,6 +59,7 @@ class Call:
         asked: Input of the model, once vLLM has read the request (`ask`).
         branch: The conversation that it belongs to, once it has asked; `holds_branch` until it is answered.
         room: Most tokens that the answer may have.
+        added: What it adds to the turns of its branch. told: The turn that it has become.
         marker: Stands in the rendered chat for the answer that is recorded.
         request_id: The engine's, once it has the request.
         refusal: Why the call was refused, for the time that vLLM's handlers pass an error on as their own.
@@ -69,6 +71,8 @@ class Call:
     holds_branch: bool = False
     step: Step = Step.FIRST
     room: int = 0
+    added: Asked | None = None
+    told: Told | None = None
     marker: str = field(default_factory=make_marker)
     request_id: str = ""
     refusal: Refusal | None = None
@@ -80,42 +84,60 @@ class Call:
             Refusal: It would begin one branch too many. That ends the group: what this agent says to its
                 model cannot be recorded.
         """
+        with self._ending_group():
+            self.branch, self.step = self.session.branches.take(asked)
+        is_again = self.step is Step.AGAIN
+        self.added = self.branch.told[-1].added if is_again else self.branch.added_by(asked)
+        self.asked, self.holds_branch = asked, True
+
+    @contextlib.contextmanager
+    def _ending_group(self) -> Iterator[None]:
+        """End the group where a branch too many was refused."""
         session = self.session
         try:
-            self.branch, self.step = session.branches.take(asked)
+            yield
         except Refusal as error:
             session.group.fail(EpisodeFailed(f"{error.code}: session {session.id}: {error.message}"))
+            self.refusal = error
             raise
-        self.asked, self.holds_branch = asked, True
 
     def seed(self, run_seed: int) -> int:
         """Return the seed of its answer: asked again, a turn has the seed that it had."""
         branch, ticket = self.branch, self.session.group.grant.ticket
         seed = sample_seed(run_seed, ticket, self.session.sample)
         turn = len(branch.told) - (self.step is Step.AGAIN)
-        for number in (branch.number, turn):
-            seed = sample_seed(seed, ticket, number) if number else seed
-        return seed
+        if branch.number:
+            return sample_seed(seed, -branch.number, turn)  # no ticket is negative: no other turn has it
+        return sample_seed(seed, ticket, turn) if turn else seed
 
     def record(self, turn: Turn) -> None:
-        """Keep the answer, unless the call has ended: its client has gone, and may have asked again."""
+        """Keep the answer, unless the call has ended: its client has gone, and may have asked again.
+
+        Raises:
+            Refusal: It was asked again, another call went on from the first answer meanwhile, and a branch
+                for both is one too many. That ends the group.
+        """
         if self not in self.session.calls:
             return
-        assert self.asked is not None, "it has asked"
-        branch = self.branch
-        if self.step is Step.AGAIN:
+        assert self.added is not None, "it has asked"
+        branch, branches = self.branch, self.session.branches
+        if self.step is Step.AGAIN and branches.may_replace(branch):
             branch.transcript.replace_last(turn)
             branch.told.pop()
         else:
+            if self.step is Step.AGAIN:
+                with self._ending_group():
+                    branch = branches.begin_beside(branch)
             branch.transcript.add(turn)
-        branch.told.append(Told(self.asked, reply_in_text(turn.text)))
+        self.told = Told(self.added, reply_in_text(turn.text))
+        branch.told.append(self.told)
         self._leave()  # now: the client may go on as soon as it has read the end
 
     def answered(self, messages: Iterable[Mapping[str, object]]) -> None:
         """Keep the messages that the client gets as the answer; it sends them back with its next call."""
-        if self in self.session.calls:
-            said, told = tuple(comparable(message) for message in messages), self.branch.told
-            told[-1] = replace(told[-1], reply=replace(told[-1].reply, messages=said))
+        if self.told is not None:
+            said = tuple(comparable(message) for message in messages)
+            self.told.reply = replace(self.told.reply, messages=said)
 
     def end(self) -> None:
         """Let the session go on without it."""

@@ -75,14 +75,20 @@ class Transcript:
         """All ids up to the end of the last answer."""
         return tuple(self._ids)
 
-    def ids_after(self, num_answers: int) -> tuple[int, ...]:
-        """Return the ids up to the end of the `num_answers`-th answer."""
-        return tuple(self._ids[: self.answers[num_answers - 1].end])
+    def count_held(self, ids: Sequence[int]) -> int:
+        """Return how many answers `ids` hold, each with all ids before it."""
+        start = 0
+        for place, answer in enumerate(self.answers):
+            if list(ids[start : answer.end]) != self._ids[start : answer.end]:
+                return place
+            start = answer.end
+        return len(self.answers)
 
     def share(self, num_answers: int) -> Transcript:
         """Return a transcript that begins as this one does, up to that answer, and trains nothing of it."""
         copied = Transcript()
-        copied._ids, copied.answers = list(self.ids_after(num_answers)), self.answers[:num_answers]
+        copied.answers = self.answers[:num_answers]
+        copied._ids = self._ids[: copied.answers[-1].end]
         copied.num_shared = num_answers
         return copied
 

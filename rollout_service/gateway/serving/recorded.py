@@ -116,19 +116,18 @@ def _with_marker(messages: list[Mapping[str, object]], call: Call) -> list[Mappi
     """Return the messages with the call's marker in place of the recorded answer."""
     if call.step is not Step.NEXT:
         return messages
-    before = call.branch.told[-1]
-    place = len(before.asked.messages)
-    marked = {"role": "assistant", "content": call.marker}
-    return [*messages[:place], marked, *messages[place + len(before.reply.messages) :]]
+    assert call.added is not None, "it has asked"
+    end = len(messages) - len(call.added.messages)
+    place = end - len(call.branch.told[-1].reply.messages)
+    return [*messages[:place], {"role": "assistant", "content": call.marker}, *messages[end:]]
 
 
 def _new_text(call: Call, prompt: RenderedPrompt) -> str:
     """Return what follows the recorded answer in the rendered prompt."""
-    before, asked = call.branch.told[-1], call.asked
-    assert asked is not None, "a next turn has been asked"
-    if asked.kind == "text":
-        new_text = asked.text.removeprefix(before.asked.text + before.reply.text)
-        return new_text.removeprefix(call.branch.transcript.last_stop)  # sampled: the recorded ids hold it
+    assert call.added is not None, "it has asked"
+    if call.added.kind == "text":
+        stop = call.branch.transcript.last_stop  # sampled: the recorded ids hold it
+        return call.added.text.removeprefix(stop)
     parts = prompt.get("prompt", "").split(call.marker)
     if len(parts) != 2:
         raise Refusal(

@@ -132,7 +132,9 @@ def test_an_answer_that_a_branch_has_taken_is_never_replaced():
     waiting = model.ask(session, HELLO, answer(first), MORE)  # the branch is busy
     model.say(session, HELLO, answer(first), OTHER)
     waiting.end()
-    model.say(session, HELLO)
+    call = model.ask(session, HELLO)
+    assert call.step is Step.FIRST, "with another seed than the answer's"
+    model.finish(call)
     assert trained(session) == [[101], [102], [103]]
 
 
@@ -258,26 +260,130 @@ def choose_history(said: list[list[Mapping[str, Any]]], choice: int, cut: int, t
     return [*kept, {"role": "user", "content": f"question {tail}"}]
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 2)), min_size=1, max_size=12))
-@settings(max_examples=200, deadline=None)
-def test_every_answer_that_stands_is_trained_once_and_follows_its_own_history(calls: list[Any]) -> None:
-    model, session = Model(), make_session(20)
-    said: list[list[Mapping[str, Any]]] = []
-    ids: dict[str, int] = {}
-    for choice, cut, tail in calls:
-        messages = choose_history(said, choice, cut, tail)
-        call = model.ask(session, *messages)
-        if call.step is Step.AGAIN:  # nobody goes on from an answer that was replaced
-            said = [one for one in said if one[-1] != answer(call.branch.told[-1].reply.text)]
-        text = model.finish(call)
-        ids[text] = model.number
-        said.append([*messages, answer(text)])
-    found = [token for branch in trained(session) for token in branch]
-    assert len(found) == len(set(found)), "once"
-    standing = {branch.told[-1].reply.text for branch in session.branches}
-    for branch, trajectory in zip(session.branches, session.trajectories(1), strict=True):
+def test_an_answer_that_a_branch_takes_while_it_is_asked_for_again_is_trained_beside_the_new_one():
+    model, session = Model(), make_session()
+    first = model.say(session, HELLO)
+    old = model.say(session, HELLO, answer(first), MORE)
+    again = model.ask(session, HELLO, answer(first), MORE)
+    assert again.step is Step.AGAIN
+    model.say(session, HELLO, answer(first), MORE, answer(old), OTHER)
+    new = model.finish(again)
+    model.say(session, HELLO, answer(first), MORE, answer(new), MORE)
+    assert trained(session) == [[101, 102], [103], [104, 105]]
+    assert [one.num_turns for one in session.trajectories(1)] == [2, 1, 2]
+
+
+def test_one_branch_too_many_for_an_answer_that_was_asked_for_again_ends_the_group():
+    failed: list[Exception] = []
+    model, session = Model(), make_session(2)
+    session.group.fail = failed.append  # type: ignore[method-assign, assignment]
+    first = model.say(session, HELLO)
+    again = model.ask(session, HELLO)
+    model.say(session, HELLO, answer(first), OTHER)
+    with pytest.raises(Refusal, match="it has 2 branches"):
+        model.finish(again)
+    assert "history_changed" in str(failed) and again.refusal is not None
+    again.end()
+    assert trained(session) == [[101], [102]]
+
+
+def test_of_branches_that_hold_as_much_the_call_goes_on_from_the_one_that_ends_there():
+    model, session = Model(), make_session(2)
+    calls = [model.ask(session, HELLO), model.ask(session, HELLO)]
+    for call, token in zip(calls, (7, 8), strict=True):
+        call.record(Turn((1, 2), (token,), (-0.5,), (Span(1, 0, 1),), "stop", "equal"))
+        call.end()
+    model.say(session, HELLO, answer("equal"), MORE)
+    model.say(session, HELLO, answer("equal"), OTHER)
+    assert trained(session) == [[7, 101], [8, 102]]
+
+
+def test_an_answer_is_asked_for_again_once_the_branch_that_had_taken_it_is_gone():
+    model, session = Model(), make_session()
+    first = model.say(session, HELLO)
+    waiting = model.ask(session, HELLO, answer(first), MORE)
+    model.ask(session, HELLO, answer(first), OTHER).end()
+    waiting.end()
+    assert model.ask(session, HELLO).step is Step.AGAIN
+
+
+def test_no_two_turns_of_a_session_have_one_seed():
+    model, session = Model(), make_session(3)
+    seeds = []
+    for opening in (HELLO, OTHER, MORE):
+        said: list[Mapping[str, Any]] = [opening]
+        for _ in range(4):
+            call = model.ask(session, *said)
+            seeds.append(call.seed(0))
+            said += [answer(model.finish(call)), HELLO]
+    assert len(set(seeds)) == 12
+
+
+def test_an_answer_that_is_parsed_late_stays_with_its_own_turn():
+    model, session = Model(), make_session()
+    slow = model.ask(session, HELLO)
+    slow.record(Turn((1, 2), (7,), (-0.5,), (Span(1, 0, 1),), "stop", "read"))
+    again = model.ask(session, HELLO)
+    again.record(Turn((1, 2), (8,), (-0.5,), (Span(1, 0, 1),), "stop", "new"))
+    slow.answered([answer("late")])
+    assert model.ask(session, HELLO, answer("new"), MORE).step is Step.NEXT
+
+
+def test_a_conversation_is_kept_once_however_many_turns_it_has():
+    model, session = Model(), make_session(1)
+    said: list[Mapping[str, Any]] = [HELLO]
+    for _ in range(50):
+        said += [answer(model.say(session, *said)), MORE]
+    (branch,) = session.branches
+    assert sum(len(told.added.messages) + len(told.reply.messages) for told in branch.told) == 100
+
+
+OPERATIONS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 2), st.booleans())
+
+
+class Conversations:
+    """What clients of one session have said and heard, with calls in flight."""
+
+    def __init__(self) -> None:
+        self.model, self.session = Model(), make_session(30)
+        self.said: list[list[Mapping[str, Any]]] = []
+        self.flying: list[tuple[Call, Messages]] = []
+        self.heard: dict[str, list[str]] = {}
+        """Each answer that stands, and those in its call's history."""
+        self.ids: dict[str, int] = {}
+
+    def ask(self, choice: int, cut: int, tail: int) -> None:
+        messages = choose_history(self.said, choice, cut, tail)
+        self.flying.append((self.model.ask(self.session, *messages), messages))
+
+    def finish(self, place: int) -> None:
+        """A call ends; nobody goes on from the answer that it replaces."""
+        call, messages = self.flying.pop(place % len(self.flying))
+        replaced = call.branch.told[-1].reply.text if call.step is Step.AGAIN else ""
+        branch = call.branch
+        text = self.model.finish(call)
+        if replaced and all(told.reply.text != replaced for told in branch.told):
+            del self.heard[replaced]
+            self.said = [one for one in self.said if answer(replaced) not in one]
+        self.heard[text] = [str(one["content"]) for one in messages if one["role"] == "assistant"]
+        self.ids[text] = self.model.number
+        self.said.append([*messages, answer(text)])
+
+
+@given(st.lists(OPERATIONS, min_size=1, max_size=14))
+@settings(max_examples=300, deadline=None)
+def test_every_answer_that_stands_is_trained_once_and_follows_its_own_history(steps: list[Any]) -> None:
+    run = Conversations()
+    for choice, cut, tail, waits in steps:
+        if len(run.flying) < MAX_CALLS:
+            run.ask(choice, cut, tail)
+        if not waits:
+            run.finish(choice)
+    while run.flying:
+        run.finish(0)
+    found = [token for branch in trained(run.session) for token in branch]
+    assert sorted(found) == sorted(run.ids[text] for text in run.heard), "each that stands, once"
+    for branch, trajectory in zip(run.session.branches, run.session.trajectories(1), strict=True):
         sampled = [token for token in trajectory.response_ids.tolist() if token > 100]
-        asked = branch.told[-1].asked
-        history = [text for text in ids if any(f'"{text}"' in message.said for message in asked.messages)]
-        assert sampled == [*(ids[text] for text in history), ids[branch.told[-1].reply.text]]
-    assert said[-1][-1]["content"] in standing
+        last = branch.told[-1].reply.text
+        assert sampled == [*(run.ids[text] for text in run.heard[last]), run.ids[last]]

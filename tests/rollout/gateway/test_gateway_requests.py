@@ -17,15 +17,17 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.service import ServiceContext
 from rollout_service.data.prompts import PromptSet
 from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
+from rollout_service.gateway.conversation.branches import Branch
 from rollout_service.gateway.conversation.history import (
     Asked,
     Reply,
+    Told,
     asked_in_chat,
     asked_in_completion,
     comparable,
-    is_continued,
     reply_in_text,
 )
+from rollout_service.gateway.conversation.transcript import Turn
 from rollout_service.gateway.gateway import build_gateway
 from rollout_service.gateway.refusal import Refusal
 from rollout_service.gateway.rules import Rules, find_replaced
@@ -101,7 +103,10 @@ def chat(*messages: dict[str, Any], **more: Any) -> Asked:
 
 
 def goes_on(before: Asked, asked: Asked, reply: Reply = HI, ids: tuple[int, ...] = ()) -> bool:
-    return is_continued(before, reply, ids, asked)
+    branch = Branch(0)
+    branch.told.append(Told(before, reply))
+    branch.transcript.add(Turn(ids[:-1], ids[-1:], (-0.5,) * len(ids[-1:]), (), "stop", reply.text))
+    return branch.count_held(asked) == 1
 
 
 def test_a_conversation_that_goes_on_from_the_recorded_answer_is_the_next_turn():
