@@ -141,4 +141,5 @@ def _group_settings(config: Config) -> GroupSettings:
         has_greedy=config.algorithm.advantage in WITH_GREEDY,
         stop=rollout.stop,
         masks_cut=rollout.truncated == "mask",
+        branches=rollout.environment.branches if rollout.environment is not None else 1,
     )

@@ -89,6 +89,11 @@ def load_environment(environment: EnvironmentSection, folder: Path = Path()) -> 
         make = functools.partial(cls, **arguments)
         opens = getattr(cls, "start", Environment.start) is not Environment.start
         restores = is_restorable(cls)
+    if environment.branches > 1 and not restores:
+        raise ConfigError(
+            f"rollout.environment.branches: episodes of '{name}' cannot go on from their recorded turns",
+            hint="Write `restore`, or `is_deterministic = True`, in the class (docs/environments.md)",
+        )
     return Episodes(
         make,
         environment.max_turns,

@@ -127,7 +127,7 @@ class MultiTurn:
         try:
             return await self._play(prompt, sampling, episode_id, record)
         except NotRestored as error:
-            if any(turn.begun for turn in record.turns):
+            if any(turn.begun for turn in record.turns if not turn.is_shared):
                 raise  # its calls must not be made again
             log.warning("episode %s begins anew: %s", episode_id, error)
             record.forget()
@@ -138,7 +138,8 @@ class MultiTurn:
     ) -> tuple[Transcript, Answer, Score | None]:
         """Return the tokens, the last answer, and the environment's own score if it gives one."""
         transcript = Transcript(prompt.token_ids.tolist(), sampling.max_tokens)
-        environment = self._make(prompt, sampling)
+        seed = sampling.seed if record.environment_seed is None else record.environment_seed
+        environment = self._make(prompt, seed)
         if isinstance(environment, MakesCalls):
             environment.calls = Calls(record)
         try:
@@ -188,9 +189,9 @@ class MultiTurn:
             return _told_ids(voice.opening_ids, observation or "")
         return _told_ids(partial(voice.observation_ids, []), observation) if observation else []
 
-    def _make(self, prompt: TokenizedPrompt, sampling: Sampling) -> Environment:
+    def _make(self, prompt: TokenizedPrompt, seed: int) -> Environment:
         try:
-            return self._episodes.make(prompt.prompt, sampling.seed)
+            return self._episodes.make(prompt.prompt, seed)
         except AsyncrlError:
             raise
         except Exception as error:  # a user's class may raise anything; its group fails with this reason

@@ -53,13 +53,13 @@ class Transcript:
         assert ids[: len(self._read)] == self._read, "a turn's prompt extends the turn before"
         return ids
 
-    def say(self, completion: Completion) -> None:
+    def say(self, completion: Completion, *, is_trained: bool = True) -> None:
         """Append what the model said, as the engine sampled it."""
         start = len(self._ids)
         said = completion.token_ids.tolist()
         self._read = [*self.next_prompt(), *said]
         self._ids += said
-        self._mask += [1] * len(said)
+        self._mask += [int(is_trained)] * len(said)
         self._logprobs += completion.logprobs.tolist()
         for span in completion.spans:
             self._cover(span.version, start + span.end)

@@ -75,5 +75,5 @@ class Turns:
             await record.flush()
             record.pass_point("rollout.turn_said")
         completion = record.turns[turn].completion
-        transcript.say(completion)
+        transcript.say(completion, is_trained=not record.turns[turn].is_shared)
         return completion

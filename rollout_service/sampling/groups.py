@@ -4,6 +4,8 @@ Invariant: a group is made of exactly `group_size` trajectories, sample `i` with
 belongs to (run, ticket, i), whatever the attempt or the replica. Where the advantage wants one, sample
 `group_size` is greedy: only its reward joins the group, as the baseline (ReMax, arXiv 2310.10505).
 A sample that was interrupted stays as the beginning of one, and the next attempt goes on from it.
+With `branches` the samples are trees: the first of so many is sampled whole, and each other one forks off
+after one of its turns, drawn by the fork's seed. What they share is trained in the first alone.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class GroupSettings:
         lengths: Forces response lengths.
         has_greedy: A greedy sample is added.
         stop: Strings that end a response.
+        branches: Samples of a tree; it divides `group_size`. More than 1: episodes of several turns.
         masks_cut: Answers that a limit cut off are not trained: all of their loss mask is 0.
     """
 
@@ -49,6 +52,7 @@ class GroupSettings:
     has_greedy: bool = False
     stop: tuple[str, ...] = ()
     masks_cut: bool = False
+    branches: int = 1
 
     @property
     def num_samples(self) -> int:
@@ -88,14 +92,15 @@ class GroupRunner:
             WireError: Its samples have more parts of a reward than a group may have.
         """
         prompt = self._prompts.at(grant.index)
-        begun = self._begun(partial)
+        is_tree = self._settings.branches > 1
+        begun = self._begun(TurnJournal(*grant.key, None) if is_tree and partial is None else partial)
         failures: list[AsyncrlError] = []
         try:
             async with asyncio.TaskGroup() as episodes:
-                tasks = [
-                    episodes.create_task(self._run_sample(grant, prompt, sample, begun[sample]))
-                    for sample in range(len(begun))
-                ]
+                tasks: list[asyncio.Task[Trajectory]] = []
+                for sample in range(len(begun)):
+                    running = self._run_sample(grant, prompt, sample, begun, tasks)
+                    tasks.append(episodes.create_task(running))
         except* AsyncrlError as group:
             failures.extend(error for error in group.exceptions if isinstance(error, AsyncrlError))
         finally:
@@ -139,15 +144,31 @@ class GroupRunner:
         grant: LeaseGrant,
         prompt: TokenizedPrompt,
         sample: int,
-        begun: Trajectory | EpisodeRecord | None,
+        begun: Sequence[Trajectory | EpisodeRecord | None],
+        tasks: Sequence[asyncio.Task[Trajectory]],
     ) -> Trajectory:
+        origin = sample - sample % self._settings.branches
         try:
-            trajectory = await self._sample(grant, prompt, sample, begun)
+            if origin != sample:
+                own, shared = begun[sample], begun[origin]
+                assert isinstance(own, EpisodeRecord) and isinstance(shared, EpisodeRecord)
+                if not own.turns and (await tasks[origin]).finish_reason == UNFINISHED:
+                    return partial_rollout.as_unfinished(partial_rollout.NOTHING)
+                self._fork(grant, sample, own, shared)
+            trajectory = await self._sample(grant, prompt, sample, begun[sample])
             fault_point("rollout.sampled", grant.ticket, sample)
             return trajectory
         finally:
             self._num_ended[grant.key] += 1
             self.on_end()
+
+    def _fork(self, grant: LeaseGrant, sample: int, own: EpisodeRecord, shared: EpisodeRecord) -> None:
+        """Let a sample go on from a turn of the one before it that is not its last."""
+        origin = sample - sample % self._settings.branches
+        own.environment_seed = self._sampling(grant, origin).seed
+        num_places = len(shared.turns) - 1
+        if not own.turns and num_places > 0:
+            own.fork(shared, 1 + self._sampling(grant, sample).seed % num_places)
 
     async def _sample(
         self,

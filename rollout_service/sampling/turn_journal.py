@@ -18,7 +18,7 @@ from asyncrl.core.wire import Frame
 from rollout_service.engine.protocol import Completion
 from rollout_service.environments.protocol import EnvironmentFailed, Observation, Step, plain
 from rollout_service.sampling import turn_records as records
-from rollout_service.sampling.turn_records import AnyEntry, Said, Turn
+from rollout_service.sampling.turn_records import AnyEntry, Forked, Said, Turn
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +34,14 @@ class TurnJournal:
     """The journal of one attempt at a ticket.
 
     Args:
-        send: Adds a record at the buffer.
+        send: Adds a record at the buffer; None keeps all turns here alone.
         past: The records of earlier attempts. If they cannot be read, all episodes begin anew.
 
     Attributes:
         is_full: The buffer has no room: nothing is recorded any more.
     """
 
-    def __init__(self, ticket: int, attempt: int, send: Send, past: Sequence[Frame] = ()) -> None:
+    def __init__(self, ticket: int, attempt: int, send: Send | None, past: Sequence[Frame] = ()) -> None:
         self.ticket, self.attempt = ticket, attempt
         self.is_full = False
         self._send, self._number = send, len(past)
@@ -71,7 +71,11 @@ class TurnJournal:
         self._take(entry)
 
     def _take(self, entry: AnyEntry) -> None:
-        records.add(self._turns.setdefault(entry.sample, []), entry)
+        turns = self._turns.setdefault(entry.sample, [])
+        if isinstance(entry, Forked):
+            turns[:] = records.forked(self._turns.get(entry.origin, ()), entry.turn)
+            return
+        records.add(turns, entry)
         if isinstance(entry, Said):
             numbers = [span[0] for span in entry.spans] + list(self._versions or ())
             self._versions = min(numbers), max(numbers)
@@ -86,7 +90,7 @@ class TurnJournal:
         async with self._lock:
             if self._is_unsure:
                 raise LeaseLost(f"ticket {self.ticket}: an earlier record of its turns had no answer")
-            if self.is_full or not self._noted:
+            if self._send is None or self.is_full or not self._noted:
                 return
             noted, self._noted = self._noted, []
             assert self._versions is not None, "nothing comes about before a turn is said"
@@ -110,6 +114,7 @@ class EpisodeRecord:
 
     Attributes:
         turns: As they are; see `turn_records.Turn`.
+        environment_seed: Of a fork: that of the sample whose turns it shares.
     """
 
     def __init__(
@@ -117,6 +122,7 @@ class EpisodeRecord:
     ) -> None:
         self.key = key
         self.turns: list[Turn] = [] if turns is None else turns
+        self.environment_seed: int | None = None
         self._journal = journal
 
     @property
@@ -145,7 +151,14 @@ class EpisodeRecord:
         if self._journal is not None:
             self._journal.note(entry)
         else:
+            assert not isinstance(entry, Forked), "only samples of a group fork"
             records.add(self.turns, entry)
+
+    def fork(self, origin: EpisodeRecord, num_turns: int) -> None:
+        """Begin with the first turns of another sample of the group, which are shared from now on."""
+        assert self.key is not None and origin.key is not None, "only samples of a group fork"
+        if num_turns:
+            self.note(Forked(self.key[2], num_turns, origin.key[2]))
 
     def forget(self) -> None:
         """Begin anew: the next turn is the first, and takes the place of all that is recorded."""

@@ -8,7 +8,7 @@ the place of the earlier one and of all after it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import cast
 
@@ -61,7 +61,13 @@ class Stepped(Entry, frozen=True, array_like=True, tag="stepped"):
     is_done: bool
 
 
-AnyEntry = Said | Begun | Answered | Stepped
+class Forked(Entry, frozen=True, array_like=True, tag="forked"):
+    """The sample begins with the first `turn` turns of sample `origin`, as they are recorded so far."""
+
+    origin: int
+
+
+AnyEntry = Forked | Said | Begun | Answered | Stepped
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[AnyEntry])
 
 
@@ -73,6 +79,7 @@ class Turn:
         attempt: The attempt that sampled it.
         begun: Calls that were about to be made. answers: Results of calls.
         step: The environment's answer, None while it has none.
+        is_shared: Another sample of the group sampled it, and this one has forked off after it.
     """
 
     attempt: int
@@ -81,6 +88,7 @@ class Turn:
     begun: set[int] = field(default_factory=set)
     answers: dict[int, Answered] = field(default_factory=dict)
     step: Step | None = None
+    is_shared: bool = False
 
 
 def said(sample: int, turn: int, attempt: int, completion: Completion, opening: PlainObservation) -> Said:
@@ -113,7 +121,12 @@ def decode(records: Iterable[Frame]) -> list[AnyEntry]:
         raise WireError(f"a record of turns cannot be read: {error}") from None
 
 
-def add(turns: list[Turn], entry: AnyEntry) -> None:
+def forked(turns: Sequence[Turn], num_turns: int) -> list[Turn]:
+    """Return the first `num_turns` turns of another sample, as a fork has them."""
+    return [replace(turn, is_shared=True) for turn in turns[:num_turns]]
+
+
+def add(turns: list[Turn], entry: Said | Begun | Answered | Stepped) -> None:
     """Let `turns` of one sample become what they are after `entry`. Raises WireError."""
     if isinstance(entry, Said):
         if entry.turn <= len(turns):

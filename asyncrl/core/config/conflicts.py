@@ -178,10 +178,14 @@ def unused_critic(config: Root) -> Conflict:
 
 
 def _find_environment_conflicts(config: Root) -> Iterator[Conflict]:
-    """Yield what makes episodes without asking the environment."""
+    """Yield what makes episodes without asking the environment, and trees that are not whole."""
     rollout = config.rollout
     if rollout.environment is None:
         return
+    if rollout.group_size % rollout.environment.branches:
+        key = "rollout.environment.branches"
+        what = f"rollout.group_size ({rollout.group_size}) must be a multiple of {key}"
+        yield Conflict((key, "rollout.group_size"), what, f"Make it a multiple, or {key}: 1")
     for key, value in (
         ("rollout.gateway", rollout.gateway),
         ("rollout.response_tokens", rollout.response_tokens),

@@ -52,6 +52,7 @@ def test_a_name_alone_is_an_environment_with_all_defaults():
         ("guess.py:Step", "has no start, step, score, close"),
         ({"name": "guess.py:Guess", "speed": 3}, "speed"),
         ("broken.py:Guess", "ZeroDivisionError"),
+        ({"name": "guess.py:Guess", "branches": 2}, "cannot go on from their recorded turns"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_with_the_reason(spec: Any, problem: str, tmp_path: Path):

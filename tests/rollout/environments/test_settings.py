@@ -44,6 +44,7 @@ def test_arguments_come_back_from_the_resolved_configuration(tmp_path: Path):
         ("rollout.environment={max_turns: 3}", "name is missing"),
         ("rollout.environment={name: tools, max_turns: 0}", "1 or more"),
         ("rollout.response_tokens=lognormal:1:5", "does nothing with rollout.response_tokens"),
+        ("rollout.environment.branches=3", "must be a multiple of rollout.environment.branches"),
         ("rollout.gateway={}", "does nothing with rollout.gateway"),
     ],
 )

@@ -49,6 +49,8 @@ class EnvironmentSection(Section):
     """A registered name, or `file.py:Class`. For example: tools"""
     max_turns: Count = 8
     """[turns] Most turns of the model in one episode."""
+    branches: Count = 1
+    """[trajectories] Of a tree: the others go on from a turn of the first. Divides `rollout.group_size`."""
 
     @property
     def arguments(self) -> dict[str, object]:

@@ -273,6 +273,7 @@ EFFECTS: tuple[tuple[str, Look, Any, Changes], ...] = (
     ("rollout.gateway.port", plan, 9000, {"rollout.gateway": {}}),
     ("rollout.environment", environment, {"name": "tools"}, {}),
     ("rollout.environment.max_turns", environment, 3, TOOLS),
+    ("rollout.environment.branches", replica, 2, TOOLS),
     ("staleness.max_lag", ledger, 1, {}),
     ("staleness.policy", ledger, "drop", {}),
     ("staleness.max_wait_s", ledger, 3.0, {}),

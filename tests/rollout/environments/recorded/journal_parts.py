@@ -50,14 +50,14 @@ class Killed(BaseException):
 
 
 class Killer:
-    """Kills at the `at`-th point that sample 0 passes; None lets it live. `passed`: all of them, in order."""
+    """Kills at the `at`-th point that a sample passes; None lets it live. `passed`: all of them, in order."""
 
-    def __init__(self, at: int | None = None) -> None:
-        self._at = at
+    def __init__(self, at: int | None = None, sample: int = 0) -> None:
+        self._at, self._sample = at, sample
         self.passed: list[tuple[str, tuple[int | None, ...]]] = []
 
     def __call__(self, name: str, place: tuple[int | None, ...]) -> None:
-        if name in (*TURN_POINTS, *CALL_POINTS) and place[1] == 0:
+        if name in (*TURN_POINTS, *CALL_POINTS) and place[1] == self._sample:
             self.passed.append((name, place[2:]))
             if len(self.passed) - 1 == self._at:
                 raise Killed
@@ -141,11 +141,14 @@ class Bench:
         killer: Killer,
         name: str = "rollout.0",
         settings: ReplicaSettings = SETTINGS,
+        branches: int = 1,
+        seed: int = 0,
     ) -> LeaseGrant:
         """Generate one leased group with the real loop, until the killer strikes."""
         client = ReplicaClient(self.address, name, 10.0)
         runner = MultiTurn(engine, TOKENIZER, episodes, ExactMatch(), has_chats=False)
-        groups = GroupRunner(runner, self.prompts, GroupSettings(0, GROUP_SIZE, 1.0, MAX_TOKENS))
+        sizes = GroupSettings(seed, GROUP_SIZE, 1.0, MAX_TOKENS, branches=branches)
+        groups = GroupRunner(runner, self.prompts, sizes)
         parts: Any = SimpleNamespace(buffer=client, runner=groups, engine=engine)
         lifecycle = Lifecycle(name)
         try:
