@@ -7,8 +7,9 @@ is started again once, for the next call.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.core.errors import ConfigError
@@ -20,6 +21,7 @@ from rollout_service.sandbox.local import LocalSandboxes
 
 if TYPE_CHECKING:
     from mcp import Client, StdioServerParameters
+    from mcp.client import Transport
 
 START_S = 30.0
 
@@ -32,6 +34,7 @@ class McpServer:
         url: Instead of `command`: of a server over streamable HTTP.
         timeout_s: Time limit of one call.
         env: Variables that the server gets besides `PATH`, `HOME` and the like.
+        key_env: Environment variable that holds a bearer key for `url`; none is sent without it.
         sandboxes: Run it in a sandbox of these, not as a plain child process.
 
     Raises:
@@ -44,6 +47,7 @@ class McpServer:
         url: str = "",
         timeout_s: float = 30.0,
         env: Sequence[str] = (),
+        key_env: str = "",
         sandboxes: LocalSandboxes | None = None,
     ) -> None:
         try:
@@ -54,7 +58,9 @@ class McpServer:
             ) from error
         if bool(command) == bool(url) or isinstance(command, str) or timeout_s <= 0:
             raise ConfigError("an MCP server needs a 'command' (a list) or a 'url', and a timeout_s above 0")
-        if missing := [name for name in env if name not in os.environ]:
+        if key_env and not url:
+            raise ConfigError("an MCP server's key_env is of its 'url'")
+        if missing := [name for name in (*env, *filter(None, [key_env])) if name not in os.environ]:
             raise ConfigError(f"the MCP server wants {', '.join(missing)}, not set in the environment")
         self._made, self._timeout_s = Client, timeout_s
         line = list(command) if sandboxes is None else sandboxes.wrap(command, env)
@@ -62,7 +68,7 @@ class McpServer:
         self._target: str | StdioServerParameters = url or StdioServerParameters(
             command=line[0], args=line[1:], env=told
         )
-        self._title = url or command[0]
+        self._title, self._url, self._key = url or command[0], url, os.environ.get(key_env)
         self._num_ends = 0
         self._client: asyncio.Future[Client] | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -106,7 +112,7 @@ class McpServer:
 
     async def _list(self) -> list[McpTool]:
         try:
-            async with asyncio.timeout(START_S), self._made(self._target) as client:
+            async with asyncio.timeout(START_S), self._connected() as client:
                 return [
                     McpTool(self, tool.name, tool.description or tool.name, tool.input_schema)
                     for tool in (await client.list_tools()).tools
@@ -127,7 +133,7 @@ class McpServer:
     async def _serve(self, ready: asyncio.Future[Client], is_over: asyncio.Event) -> None:
         """Hold the connection: the SDK wants it opened and closed by one task."""
         try:
-            async with self._made(self._target) as client:
+            async with self._connected() as client:
                 ready.set_result(client)
                 await is_over.wait()
         except Exception as error:  # whatever the SDK or the server's start raises
@@ -135,6 +141,19 @@ class McpServer:
                 self._end()
                 what = f"the MCP server {self._title} did not start: {error!r}"
                 ready.set_exception(EnvironmentFailed(what, kind="died"))
+
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Client]:
+        async with contextlib.AsyncExitStack() as stack:
+            target: Transport | StdioServerParameters | str = self._target
+            if self._key is not None:
+                import httpx2
+                from mcp.client.streamable_http import streamable_http_client
+
+                header, wait = {"Authorization": f"Bearer {self._key}"}, httpx2.Timeout(START_S, read=None)
+                http = await stack.enter_async_context(httpx2.AsyncClient(headers=header, timeout=wait))
+                target = streamable_http_client(self._url, http_client=http)
+            yield await stack.enter_async_context(self._made(target))
 
     def _end(self) -> None:
         self._num_ends += 1

@@ -1,4 +1,4 @@
-"""An MCP server for tests, written with the official SDK: `python mcp_tools.py [PORT]`."""
+"""An MCP server for tests, written with the official SDK: `python mcp_tools.py [PORT [KEY]]`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import uvicorn
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("tests")
@@ -49,8 +51,25 @@ def look(path: str) -> str:
     return f"{Path(path).exists()} {os.getpid()} {os.environ.get('FOR_SERVER')} {os.environ.get('PLANTED')}"
 
 
+class Guarded:
+    """Answers requests without the key with 401."""
+
+    def __init__(self, app: Any, key: str) -> None:
+        self._app, self._header = app, (b"authorization", f"Bearer {key}".encode())
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or self._header in scope["headers"]:
+            await self._app(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 2:
+        app = Guarded(server.streamable_http_app(), sys.argv[2])
+        uvicorn.run(app, port=int(sys.argv[1]), log_level="error")
+    elif len(sys.argv) > 1:
         server.run("streamable-http", port=int(sys.argv[1]))
     else:
         server.run("stdio")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
@@ -124,11 +125,12 @@ def over_streams(**told: object) -> dict[str, Any]:
     return {"command": [sys.executable, str(SERVER)], **told}
 
 
-@pytest.fixture
-def over_http() -> Iterator[dict[str, Any]]:
+@contextlib.contextmanager
+def serve(*key: str) -> Iterator[dict[str, Any]]:
+    """Serve over HTTP, to clients with that key alone if there is one."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    process = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port), *key], stderr=subprocess.DEVNULL)
     try:
         for _ in range(600):
             with socket.socket() as probe:
@@ -139,6 +141,12 @@ def over_http() -> Iterator[dict[str, Any]]:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def over_http() -> Iterator[dict[str, Any]]:
+    with serve() as server:
+        yield server
 
 
 CALLS: Sequence[tuple[str, Callable[[str], bool]]] = (
@@ -170,6 +178,16 @@ def test_tools_of_a_server_over_streams_are_called_within_deadlines() -> None:
 @pytest.mark.long
 def test_tools_of_a_server_over_http_are_called_within_deadlines_and_sizes(over_http: dict[str, Any]) -> None:
     check_calls(over_http)
+
+
+@pytest.mark.long
+def test_a_server_that_wants_a_key_gets_it_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCP_KEY", "planted-key")
+    with serve("planted-key") as server:
+        check_calls({**server, "key_env": "MCP_KEY"}, CALLS[:2])
+        with pytest.raises(ConfigError, match="lists no tools") as refused:
+            assert ToolUse([{"mcp": server}]).tools
+    assert "planted" not in str(refused.value)
 
 
 @pytest.mark.long
@@ -223,6 +241,8 @@ def test_a_server_in_a_sandbox_sees_nothing_of_the_machine(
         ({"command": ["x"], "url": "http://x"}, "'command' .a list. or a 'url'"),
         ({"command": "x y"}, "'command' .a list. or a 'url'"),
         ({"command": ["x"], "env": ["NO_SUCH"]}, "NO_SUCH, not set"),
+        ({"url": "http://x", "key_env": "NO_SUCH"}, "NO_SUCH, not set"),
+        ({"command": ["x"], "key_env": "HOME"}, "key_env is of its 'url'"),
         ({"command": ["x"], "seconds": 1}, "does not take"),
         ({"command": ["/bin/false"]}, "lists no tools"),
         ({"command": ["/no/such/program"]}, "lists no tools"),
