@@ -1,6 +1,7 @@
 """Episodes that were forked: several rows with one reward, each sampled token trained once."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -22,14 +23,16 @@ OF_GROUPS = (
 )  # fmt: skip
 
 
-def fork(group: Group, sample: int, first: int) -> Group:
-    """Return the group with the tokens of `sample` from `first` on in a row of their own."""
+def fork(group: Group, sample: int, *firsts: int) -> Group:
+    """Return the group with the tokens of `sample` from each of `firsts` on in a row of their own."""
     whole = group.trajectories[sample]
-    place = np.arange(whole.num_tokens)
-    begun = dataclasses.replace(whole, loss_mask=whole.loss_mask * (place < first).astype(np.uint8))
-    branch = dataclasses.replace(whole, loss_mask=whole.loss_mask * (place >= first).astype(np.uint8))
-    rows = (*group.trajectories[:sample], begun, branch, *group.trajectories[sample + 1 :])
-    samples = tuple(one + (row > sample) * -1 for row, one in enumerate(range(len(rows))))
+    place, edges = np.arange(whole.num_tokens), [0, *firsts, whole.num_tokens]
+    masks = [(place >= start) & (place < end) for start, end in itertools.pairwise(edges)]
+    branches = [
+        dataclasses.replace(whole, loss_mask=whole.loss_mask * mask.astype(np.uint8)) for mask in masks
+    ]
+    rows = (*group.trajectories[:sample], *branches, *group.trajectories[sample + 1 :])
+    samples = (*range(sample), *[sample] * len(branches), *range(sample + 1, len(group.trajectories)))
     return dataclasses.replace(group, trajectories=rows, forked=samples)
 
 
@@ -56,6 +59,23 @@ def test_an_episode_counts_once_in_its_group_however_many_rows_it_has(name: str,
     whole, cut = pack(groups), pack(forked)
     assert cut.num_rows == whole.num_rows + 1
     torch.testing.assert_close(estimate(name, cut), estimate(name, whole), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+def test_the_reward_of_an_episode_is_that_of_each_of_its_trajectories(
+    num_rows: int, groups: list[Group]
+) -> None:
+    sampled = np.flatnonzero(groups[0].trajectories[1].loss_mask)
+    assert len(sampled) >= num_rows, "each has a token"
+    episode = fork(groups[0], 1, *map(int, sampled[1:num_rows]))
+    rewards = groups[0].rewards
+    assert episode.rewards == [rewards[0], *[rewards[1]] * num_rows, *rewards[2:]]
+    whole, cut = pack(groups), pack([episode, *groups[1:]])
+    assert cut.num_rows == whole.num_rows + num_rows - 1
+    assert dataclasses.astuple(cut.totals) == dataclasses.astuple(whole.totals)
+    torch.testing.assert_close(estimate("grpo", cut), estimate("grpo", whole), rtol=0, atol=1e-6)
+    for mode in MODES:
+        assert loss_of(mode, cut) == pytest.approx(loss_of(mode, whole))
 
 
 def test_the_kl_that_is_taken_off_a_reward_is_that_of_all_rows_of_its_episode(groups: list[Group]) -> None:
