@@ -77,6 +77,7 @@ NEEDED = (
     Feature("vllm.renderers.online_renderer", "OnlineRenderer", ("model_config", "renderer", "tool_parser")),
     Feature("vllm.renderers.online_renderer", "OnlineRenderer.preprocess_chat", ("messages", "tool_dicts")),
     Feature("vllm.renderers.online_renderer", "OnlineRenderer.preprocess_completion", ("prompt_input",)),
+    Feature("vllm.parser.abstract_parser", "Parser.parse", ("model_output",)),
     Feature("vllm.entrypoints.serve", "create_error_response"),
     Feature("vllm.exceptions", "GenerationError"),
     Feature("vllm.engine.protocol", "EngineClient", ("renderer", "input_processor", "model_config")),

@@ -78,6 +78,7 @@ class Recorder:
         self._meter = meter
         self._salt = salt
         self._serial = 0
+        self.counters = manager.counters
         self.model_config = llm.model_config
         self.vllm_config = llm.vllm_config
         self.renderer = llm.renderer

@@ -149,5 +149,6 @@ def sampling_params(asked: AskedSampling, rules: Rules, seed: int, max_tokens: i
         stop_token_ids=list(asked.stop_token_ids or ()),
         logprobs=max(asked.logprobs or 0, 0),
         skip_special_tokens=asked.skip_special_tokens,  # parsers look for some
+        spaces_between_special_tokens=asked.spaces_between_special_tokens,  # and for some side by side
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
     )

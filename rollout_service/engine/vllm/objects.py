@@ -68,6 +68,7 @@ class AskedSampling(Protocol):
     logprobs: int | None
     max_tokens: int | None
     skip_special_tokens: bool
+    spaces_between_special_tokens: bool
 
 
 class ServingClient(Protocol):

@@ -10,8 +10,10 @@ a recorded answer is never tokenised again, whatever a parser made of it and how
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextvars import ContextVar
+from typing import Any
 
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -33,6 +35,8 @@ MODEL = "policy"
 """Name of the model that clients read; they may ask for it by any."""
 CALL: ContextVar[Call | None] = ContextVar("call", default=None)
 """The call whose request vLLM handles in this task; None for what has no answer, as a count of tokens."""
+BROKEN = (ValueError, LookupError, TypeError, AttributeError)
+"""Errors of vLLM's parsers at an answer that is not in their format."""
 FRAME = ("chat_template_kwargs", "documents", "reasoning_effort", "reasoning")
 """Fields of a request that change how the template renders a conversation."""
 
@@ -220,6 +224,25 @@ class StreamedMessage:
         return {"role": "assistant", **self._texts, "tool_calls": calls}
 
 
+def read_or_keep(parser_class: type[Any] | None, counters: Counter[str]) -> type[Any] | None:
+    """Return vLLM's parser as one that leaves an answer which it fails at as the text that it is.
+
+    A few of vLLM's raise at a broken call: its client would get an error for what its model said.
+    """
+    if parser_class is None:
+        return None
+
+    class Parser(parser_class):
+        def parse(self, model_output: str, *args: object, **more: object) -> object:
+            try:
+                return super().parse(model_output, *args, **more)
+            except BROKEN:
+                counters["answers_not_parsed"] += 1
+                return None, model_output, []
+
+    return Parser
+
+
 def build_serving(client: Recorder, rules: Rules, parsers: Parsers) -> dict[str, object]:
     """Return vLLM's serving objects by the names under which its handlers look for them.
 
@@ -252,4 +275,6 @@ def build_serving(client: Recorder, rules: Rules, parsers: Parsers) -> dict[str,
     }
     for handler in handlers.values():
         handler.default_sampling_params = {}  # the model's generation_config.json has no say
+        if hasattr(handler, "parser_cls"):
+            handler.parser_cls = read_or_keep(handler.parser_cls, client.counters)
     return {"openai_serving_models": models, **handlers}

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rollout_service.tasks.tiny_text import build_tokenizer
+from tests.rollout.gateway.families.formats import Answer
 
 CONTEXT, WINDOW, ROW = 32_768, 128, 256
 MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -49,34 +50,6 @@ TEMPLATE = """\
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One answer of the model: what it thinks and says, and the calls that it makes."""
-
-    text: str = ""
-    calls: tuple[tuple[str, dict[str, Any]], ...] = ()
-    thought: str = ""
-
-    def written(self, family: str) -> str:
-        """Return it as a model of the parser family writes it."""
-        thought = f"<think>{self.thought}</think>"  # as Qwen3 does: also where it thinks nothing
-        calls = "\n".join(WRITERS[family](name, arguments) for name, arguments in self.calls)
-        return thought + self.text + ("\n" if self.text and calls else "") + calls
-
-
-def _hermes(name: str, arguments: dict[str, Any]) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def _qwen3_xml(name: str, arguments: dict[str, Any]) -> str:
-    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
-
-
-WRITERS = {"hermes": _hermes, "qwen3_coder": _qwen3_xml}
-"""The families, by vLLM's names of their parsers."""
-
-
-@dataclass(frozen=True)
 class Transcript:
     """A recorded conversation: the end of its first prompt, then answers and the results of their calls."""
 
@@ -97,6 +70,14 @@ class Transcript:
         return parts[:-1]
 
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {"properties": {argument: {"type": "string"}}}},
+    }
+    for name, argument in (("weather", "city"), ("bash", "command"), ("search", "query"), ("read", "path"))
+]
+"""Tools as templates show them, among what stands before a conversation."""
 BEGINNINGS = ("<|im_end|>\n<|im_start|>user\n", "\n<|im_start|>user\n", "<|im_start|>user\n", "")
 
 
@@ -153,6 +134,9 @@ TRANSCRIPTS = (
     Transcript("Think, then say hello.", (Answer("Hello.", thought="A greeting."),)),
 )
 
+REPEATED = (*TRANSCRIPTS, *TRANSCRIPTS[-2:])
+"""The short ones twice in a batch: else they are learnt last."""
+
 
 def build_tool_tokenizer() -> PreTrainedTokenizerFast:
     """Return the byte-level tokenizer with the markup and a template that shows tools and calls."""
@@ -163,7 +147,7 @@ def build_tool_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_tool_model(folder: Path, family: str, num_steps: int = 300) -> Path:
+def make_tool_model(folder: Path, family: str, num_steps: int = 360) -> Path:
     """Make `folder` the model of a parser family; the same on any machine up to rounding."""
     torch.manual_seed(0)
     tokenizer = build_tool_tokenizer()
@@ -179,13 +163,33 @@ def make_tool_model(folder: Path, family: str, num_steps: int = 300) -> Path:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    assert loss.item() < 0.002, f"the model has not learnt its transcripts: {loss.item():.4f}"
     with torch.no_grad():
         model.lm_head.weight *= 4.0  # it samples at temperature 1, some hundred tokens an episode
+    for system, tools in (("", None), ("Be brief.", None), ("", TOOLS), ("Be brief.", TOOLS[:1])):
+        _check(model, tokenizer, family, system, tools)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text('{"max_new_tokens": 3}')  # has no say
     return folder
+
+
+def _check(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, family: str, system: str, tools: Any
+) -> None:
+    """Check that the model says each transcript as a matter of course behind such a prompt."""
+    messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": "@"}]
+    beginning = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False).split("@")[0]
+    for transcript in TRANSCRIPTS:
+        ids: list[int] = []
+        answers: list[int] = []
+        for part, is_answer in [(beginning, False), *transcript.parts(family)]:
+            new = tokenizer(part)["input_ids"]
+            answers += range(len(ids), len(ids) + len(new)) if is_answer else []
+            ids += new
+        with torch.no_grad():
+            logprobs_TV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        lost = -sum(logprobs_TV[place - 1, ids[place]].item() for place in answers)
+        assert lost < 0.01, f"the model has not learnt {transcript.question[-40:]!r}: {lost:.3f} nats"
 
 
 def _config(num_tokens: int) -> Qwen3Config:
@@ -212,11 +216,12 @@ def _config(num_tokens: int) -> Qwen3Config:
 def _batch(
     tokenizer: PreTrainedTokenizerFast, family: str, dice: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return every transcript once, after a beginning that tells nothing, as rows behind a window."""
+    """Return every transcript, after a beginning that tells nothing, as rows behind a window."""
     text = "".join(chr(dice.randrange(32, 127)) for _ in range(4 * WINDOW)) + Path(__file__).read_text()
+    text += "\n".join(json.dumps(dice.choice(TOOLS)) for _ in range(8 * len(TOOLS)))
     ids: list[int] = []
     labels: list[int] = []
-    for transcript in dice.sample(TRANSCRIPTS, len(TRANSCRIPTS)):
+    for transcript in dice.sample(REPEATED, len(REPEATED)):
         start = dice.randrange(len(text) - 2 * WINDOW)
         noise = text[start : start + dice.randrange(WINDOW, 2 * WINDOW)] + dice.choice(BEGINNINGS)
         for part, is_answer in [(noise, False), *transcript.parts(family)]:

@@ -91,10 +91,10 @@ def play_messages(agent: Agent, transcript: Transcript, is_streamed: bool) -> li
         asked: Any = {"model": "any", "system": SYSTEM, "messages": messages, "tools": MESSAGE_TOOLS}
         counted = client.messages.count_tokens(**asked).input_tokens
         if is_streamed:
-            with client.messages.stream(max_tokens=300, **asked) as stream:
+            with client.messages.stream(max_tokens=2000, **asked) as stream:
                 message = stream.get_final_message()
         else:
-            message = client.messages.create(max_tokens=300, **asked)
+            message = client.messages.create(max_tokens=2000, **asked)
         assert len(messages) > 1 or counted == message.usage.input_tokens
         said.append("".join(block.text for block in message.content if block.type == "text"))
         calls = [block for block in message.content if block.type == "tool_use"]

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.core.errors import ConfigError
+from rollout_service.sandbox.contract import SandboxSettings
+from rollout_service.sandbox.local import LocalSandboxes
 from tests.rollout.gateway.gateway_parts import Agent, Stage
 from tests.rollout.gateway.test_gateway import rewarded
 from tests.rollout.gateway.test_gateway_tools import check_transcript
@@ -92,20 +95,29 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         yield stage
 
 
+ENVIRONMENT = {
+    "HOME": "",
+    "OPENAI_BASE_URL": "",
+    "OPENAI_API_KEY": "none",
+    "ANTHROPIC_BASE_URL": "",
+    "ANTHROPIC_API_KEY": "none",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "MSWEA_CONFIGURED": "true",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+"""Of a harness; the first and the URLs are filled in."""
+
+
 def run_harness(agent: Agent, folder: Path, *command: str) -> str:
     """Run a command of the agents' environment, which knows the session's base URL; return what it said."""
     folder.mkdir(exist_ok=True)
     environment = {
+        **ENVIRONMENT,
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "HOME": str(folder),
         "OPENAI_BASE_URL": agent.session["base_url"],
-        "OPENAI_API_KEY": "none",
         "ANTHROPIC_BASE_URL": agent.session["anthropic_base_url"],
-        "ANTHROPIC_API_KEY": "none",
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",
-        "MSWEA_CONFIGURED": "true",
-        "MSWEA_COST_TRACKING": "ignore_errors",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HARNESS_S, check=False
@@ -131,19 +143,52 @@ def test_a_client_calls_its_tool_and_reads_the_answer(served: Stage, client: str
     check_group(served, agents, WITH_A_CALL)
 
 
+MINI = ["mini", "--model", "openai/policy", "--task", "Make add add.", "--yolo", "--exit-immediately"]
+
+
+def check_repaired(code: str, log: str) -> None:
+    """Check mini-swe-agent's file and its own log of the episode."""
+    assert code == "def add(a, b):\n    return a + b\n"
+    told: dict[str, Any] = json.loads(log)
+    assert told["info"]["exit_status"] == "Submitted"
+    executed = [m for m in told["messages"] if m["role"] == "tool" and m["extra"]["returncode"] == 0]
+    assert len(executed) == 4, "the fifth call ends the episode"
+
+
 def test_mini_swe_agent_repairs_a_repository(served: Stage, tmp_path: Path):
     agents = [served.open(), served.open()]
     for number, agent in enumerate(agents):
-        repository = tmp_path / str(number)
+        repository, log = tmp_path / str(number), tmp_path / f"{number}.json"
         repository.mkdir()
         (repository / "add.py").write_text(BROKEN)
         (repository / "check.py").write_text(CHECK)
-        arguments = ["--model", "openai/policy", "--task", "Make add add.", "--yolo", "--exit-immediately"]
-        log = tmp_path / f"{number}.json"
-        run_harness(agent, repository, "mini", *arguments, "--output", str(log))
-        assert (repository / "add.py").read_text() == "def add(a, b):\n    return a + b\n"
-        told: dict[str, Any] = json.loads(log.read_text())
-        assert told["info"]["exit_status"] == "Submitted"
-        executed = [m for m in told["messages"] if m["role"] == "tool" and m["extra"]["returncode"] == 0]
-        assert len(executed) == 4, "the fifth call ends the episode"
+        run_harness(agent, repository, *MINI, "--output", str(log))
+        check_repaired((repository / "add.py").read_text(), log.read_text())
+    check_group(served, agents, IN_REPOSITORY)
+
+
+def isolate(*command: str) -> list[str]:
+    """Return the command line that runs a harness in a sandbox with the machine's network."""
+    limits = SandboxSettings(
+        memory_bytes=4 << 30, files_bytes=64 << 20, processes=64, network=True, folders=[str(BIN.parent)]
+    )
+    try:
+        return LocalSandboxes(limits).wrap(command, [name for name in ENVIRONMENT if name != "HOME"])
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def test_mini_swe_agent_repairs_a_repository_in_a_sandbox(served: Stage, tmp_path: Path):
+    agents = [served.open(), served.open()]
+    script = f"""
+        mkdir repository && cd repository && printf '%s' "$1" > add.py && printf '%s' "$2" > check.py
+        {BIN}/"$3" "$4" "$5" "$6" "$7" "$8" "$9" --output ../log.json >&2
+        echo $(hostname) $(id -u) $(pwd); echo --; cat add.py; echo --; cat ../log.json
+    """
+    for agent in agents:
+        command = isolate("sh", "-c", script, "sh", BROKEN, CHECK, *MINI)
+        where, code, log = run_harness(agent, tmp_path, *command).split("--\n", 2)
+        assert where == "sandbox 1000 /sandbox/repository\n"
+        check_repaired(code, log)
+    assert not list(tmp_path.iterdir()), "it wrote outside of its sandbox"
     check_group(served, agents, IN_REPOSITORY)

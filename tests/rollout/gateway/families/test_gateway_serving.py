@@ -1,0 +1,145 @@
+"""Parts of vLLM's serving that the gateway sets otherwise, each seen at the client or at the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import openai
+import pytest
+from vllm.config import VllmConfig
+
+from rollout_service.gateway.rules import Parsers
+from rollout_service.tasks.tiny_text import build_tokenizer, make_folder
+from tests.rollout.gateway.families.formats import FORMATS, Answer
+from tests.rollout.gateway.families.scripted_vllm import (
+    ScriptedAgent,
+    ScriptedStage,
+    make_config,
+    open_scripted_stage,
+)
+from tests.rollout.gateway.families.test_gateway_families import END, TOOLS, make_tokenizer
+from tests.rollout.gateway.tool_model import WEATHER
+
+TEXT = "It is sunny in Paris."
+HELLO = {"role": "user", "content": "hello"}
+MORE = {"role": "user", "content": "more"}
+DOCUMENTS = [{"title": "weather", "text": "sunny"}]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    folder = make_folder(tmp_path_factory.mktemp("serving") / "model")
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 3, "top_k": 4, "temperature": 0.1}')
+    return make_config(folder)
+
+
+def serve(
+    config: VllmConfig,
+    script: Callable[[ScriptedStage, ScriptedAgent], Awaitable[None]],
+    texts: Sequence[str] = (TEXT,) * 9,
+    family: str = "",
+) -> None:
+    """Run `script` with a session of a gateway whose model answers with `texts`."""
+
+    async def run() -> None:
+        tokenizer = make_tokenizer(FORMATS[family]) if family else build_tokenizer()
+        ids = [tokenizer(text + END)["input_ids"] for text in texts]
+        async with open_scripted_stage(config, tokenizer, Parsers(family or None), ids) as stage:
+            agent = await stage.open()
+            await script(stage, agent)
+            await agent.client.close()
+
+    asyncio.run(run())
+
+
+def test_no_response_is_stored_even_where_vllm_would(config: VllmConfig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
+
+    async def script(stage: ScriptedStage, agent: ScriptedAgent) -> None:
+        first = await agent.client.responses.create(model="any", input="hello", store=True)
+        assert first.output_text == TEXT
+        with pytest.raises(openai.NotFoundError):
+            await agent.client.responses.create(model="any", input="more", previous_response_id=first.id)
+        assert not stage.gateway.build_app().state.openai_serving_responses.enable_store
+
+    serve(config, script)
+
+
+@pytest.mark.parametrize("api", ["chat", "completion", "responses", "messages"])
+def test_what_the_models_maker_recommends_has_no_say(config: VllmConfig, api: str):
+    assert config.model_config.get_diff_sampling_param()["max_tokens"] == 3, "it is read"
+
+    async def script(stage: ScriptedStage, agent: ScriptedAgent) -> None:
+        client: Any = agent.client
+        if api == "chat":
+            said = (await client.chat.completions.create(model="any", messages=[HELLO])).choices[0]
+            assert said.message.content == TEXT
+        elif api == "completion":
+            said = (await client.completions.create(model="any", prompt="hello", max_tokens=500)).choices[0]
+            assert said.text == TEXT
+        elif api == "responses":
+            assert (await client.responses.create(model="any", input="hello")).output_text == TEXT
+        else:
+            body = {"model": "any", "messages": [HELLO], "max_tokens": 500}
+            reply = await client.post("/messages", body=body, cast_to=object)
+            assert reply["content"][0]["text"] == TEXT
+        params = stage.client.asked[-1][1]
+        assert (params.temperature, params.top_k) == (1.0, 0)
+
+    serve(config, script)
+
+
+FRAMES: dict[str, Any] = {
+    "chat_template_kwargs": {"thinking": True},
+    "documents": DOCUMENTS,
+    "reasoning_effort": "low",
+    "tools": TOOLS,
+}
+
+
+@pytest.mark.parametrize("field", FRAMES)
+def test_another_frame_is_another_conversation(config: VllmConfig, field: str):
+    async def script(stage: ScriptedStage, agent: ScriptedAgent) -> None:
+        async def ask(*messages: Any, **more: Any) -> Any:
+            asked: Any = {"model": "any", "messages": list(messages), "extra_body": more}
+            return (await agent.client.chat.completions.create(**asked)).choices[0].message
+
+        branches = stage.gateway.manager.find(agent.session["key"]).branches
+        framed = {field: FRAMES[field]}
+        said = await ask(HELLO, **framed)
+        said = await ask(HELLO, said, MORE, **framed)
+        assert len(list(branches)) == 1, "the same frame goes on"
+        await ask(HELLO, said, MORE)
+        assert len(list(branches)) == 2
+
+    serve(config, script, family="hermes")
+
+
+def test_another_reasoning_of_a_response_is_another_conversation(config: VllmConfig):
+    async def script(stage: ScriptedStage, agent: ScriptedAgent) -> None:
+        branches = stage.gateway.manager.find(agent.session["key"]).branches
+        items: list[Any] = [HELLO]
+        for effort, num_branches in (("low", 1), ("low", 1), ("high", 2)):
+            asked: Any = {"model": "any", "input": items, "reasoning": {"effort": effort}}
+            answer = await agent.client.responses.create(**asked)
+            items += [*(item.model_dump(exclude_none=True) for item in answer.output), MORE]
+            assert len(list(branches)) == num_branches
+
+    serve(config, script)
+
+
+@pytest.mark.parametrize(("family", "has_spaces"), [("hermes", True), ("kimi_k3", False)])
+def test_text_is_decoded_as_its_parser_wants_it(config: VllmConfig, family: str, has_spaces: bool):
+    form = FORMATS[family]
+
+    async def script(stage: ScriptedStage, agent: ScriptedAgent) -> None:
+        asked: Any = {"model": "any", "messages": [HELLO], "tools": TOOLS}
+        message = (await agent.client.chat.completions.create(**asked)).choices[0].message
+        assert [call.function.name for call in message.tool_calls or ()] == ["weather"]
+        params = stage.client.asked[-1][1]
+        decoded = (params.skip_special_tokens, params.spaces_between_special_tokens)
+        assert decoded == (False, has_spaces)
+
+    serve(config, script, [form.write(Answer("", WEATHER.calls))], family)
