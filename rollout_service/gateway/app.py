@@ -26,11 +26,13 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from asyncrl.core.states import FAILURES, Reason
 from rollout_service.gateway.conversation.session import Call, Session
 from rollout_service.gateway.keys import GatewayKey
 from rollout_service.gateway.refusal import EpisodeFailed, Refusal, as_message_error, error_body
 from rollout_service.gateway.server import admit_connection
 from rollout_service.gateway.sessions import SessionManager
+from rollout_service.rewards.score import as_reason
 
 if TYPE_CHECKING:
     from rollout_service.gateway.serving.apis import Kind, Serving
@@ -122,13 +124,17 @@ class Routes:
         self._session(request)
         body = await read_body(request)
         session = self._session(request)  # its group may have ended meanwhile
-        if error := body.get("error"):
-            reason = f"agent_failed: session {session.id}: {str(error)[:MAX_REASON_CHARS]}"
-            session.group.fail(EpisodeFailed(reason))
+        why = str(body.get("reason") or "")
+        if (error := body.get("error")) or why in FAILURES:
+            if why and why not in FAILURES:
+                raise Refusal("'reason' of an error is one of " + ", ".join(FAILURES))
+            what = f"agent_failed: session {session.id}: {str(error or why)[:MAX_REASON_CHARS]}"
+            session.group.fail(EpisodeFailed(what, reason=Reason(why or Reason.ENVIRONMENT)))
             return JSONResponse({"closed": True})
         if "reward" not in body:
             raise Refusal("'reward' is missing", hint="Send a number, or 'error' with what went wrong")
-        session.close(_number(body["reward"], "reward"), _parts(body.get("parts") or {}))
+        number = _number(body["reward"], "reward")
+        session.close(number, _parts(body.get("parts") or {}), as_reason(why) if number <= 0 else "")
         return JSONResponse({"closed": True})
 
     async def _open_for(self, request: Request, wait_s: float) -> Session | None:

@@ -161,6 +161,7 @@ class Session:
         self.calls: set[Call] = set()
         self.reward: float | None = None
         self.parts: Mapping[str, float] = {}
+        self.reason = ""
         self._max_calls = MAX_CALLS if max_branches > 1 else 1
 
     @property
@@ -183,8 +184,8 @@ class Session:
         self.calls.add(call)
         return call
 
-    def close(self, reward: float, parts: Mapping[str, float]) -> None:
-        """End the episode with its reward; saying the same twice is no error.
+    def close(self, reward: float, parts: Mapping[str, float], reason: str = "") -> None:
+        """End the episode with its reward, and the reason of one of 0 or less; the same twice is no error.
 
         Raises:
             Refusal: A call is in flight, there is no answer to reward, another reward was given, the group
@@ -202,10 +203,13 @@ class Session:
             check_reward(reward, parts, self.group.part_names)
         except WireError as error:
             raise Refusal(error.message) from None
-        self.reward, self.parts = reward, parts
+        self.reward, self.parts, self.reason = reward, parts, reason
         self.group.check_complete()
 
     def trajectories(self, num_prompt_tokens: int) -> list[Trajectory]:
         """Return the episode's trajectories after the first `num_prompt_tokens` ids; each has its reward."""
         reward = self.reward or 0.0
-        return [one.transcript.trajectory(num_prompt_tokens, reward, self.parts) for one in self.branches]
+        return [
+            one.transcript.trajectory(num_prompt_tokens, reward, self.parts, self.reason)
+            for one in self.branches
+        ]

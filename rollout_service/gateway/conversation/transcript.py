@@ -122,7 +122,11 @@ class Transcript:
         self.add(turn)
 
     def trajectory(
-        self, num_prompt_tokens: int, reward: float, parts: Mapping[str, float] | None = None
+        self,
+        num_prompt_tokens: int,
+        reward: float,
+        parts: Mapping[str, float] | None = None,
+        reason: str = "",
     ) -> Trajectory:
         """Return it as a trajectory after the first `num_prompt_tokens` ids; shared answers have mask 0.
 
@@ -144,6 +148,7 @@ class Transcript:
             finish_reason=self.answers[-1].finish_reason,
             reward_parts=dict(parts or {}),
             num_turns=len(self.answers) - self.num_shared,
+            reason=reason,
         )
 
     def _spans(self, num_prompt_tokens: int) -> Iterable[Span]:

@@ -19,6 +19,7 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.experience import MAX_REWARD_PARTS, decode_group, encode_group
 from asyncrl.core.staleness import Span
+from asyncrl.core.states import Reason
 from rollout_service.data.prompts import Prompt, PromptSet, TokenizedPrompt
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.gateway import sessions
@@ -414,6 +415,38 @@ def test_the_limit_of_parts_holds_for_all_siblings_together():
         assert "33 reward parts" in (await post("/reward", part("one more"), keys[1])).text
         assert (await post("/reward", part("0"), keys[1])).status_code == 200
         decode_group([bytes(frame) for frame in encode_group(await group)])
+
+    visit(script)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"error": "no disk"}, Reason.ENVIRONMENT),
+        ({"error": "no disk", "reason": "infrastructure"}, Reason.INFRASTRUCTURE),
+        ({"reward": 0.0, "reason": "timeout"}, Reason.TIMEOUT),
+    ],
+)
+def test_an_agent_says_why_there_is_no_reward(body: dict[str, Any], reason: Reason):
+    async def script(manager: SessionManager, post: Any) -> None:
+        group, keys = await open_two(manager, post)
+        refused = await post("/reward", json.dumps({"error": "no", "reason": "wrong_answer"}), keys[0])
+        assert refused.status_code == 400 and "one of infrastructure, timeout" in refused.text
+        assert (await post("/reward", json.dumps(body), keys[0])).status_code == 200
+        with pytest.raises(EpisodeFailed, match="agent_failed") as failed:
+            await group
+        assert failed.value.reason is reason
+
+    visit(script)
+
+
+def test_the_reason_of_a_reward_of_zero_is_the_trajectory_s():
+    async def script(manager: SessionManager, post: Any) -> None:
+        group, keys = await open_two(manager, post)
+        for key, reward in zip(keys, (0.0, 1.0), strict=True):
+            body = json.dumps({"reward": reward, "reason": "wrong_\nanswer"})
+            assert (await post("/reward", body, key)).status_code == 200
+        assert [one.reason for one in (await group).trajectories] == [Reason.WRONG, ""]
 
     visit(script)
 
