@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Protocol
 
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -224,7 +224,14 @@ class StreamedMessage:
         return {"role": "assistant", **self._texts, "tool_calls": calls}
 
 
-def read_or_keep(parser_class: type[Any] | None, counters: Counter[str]) -> type[Any] | None:
+class AnswerParser(Protocol):
+    """vLLM's parser of whole answers."""
+
+    def parse(self, model_output: str, *args: object, **more: object) -> object:
+        """Return reasoning, text and calls."""
+
+
+def read_or_keep(parser_class: type[AnswerParser] | None, counters: Counter[str]) -> type | None:
     """Return vLLM's parser as one that leaves an answer which it fails at as the text that it is.
 
     A few of vLLM's raise at a broken call: its client would get an error for what its model said.
@@ -232,15 +239,14 @@ def read_or_keep(parser_class: type[Any] | None, counters: Counter[str]) -> type
     if parser_class is None:
         return None
 
-    class Parser(parser_class):
-        def parse(self, model_output: str, *args: object, **more: object) -> object:
-            try:
-                return super().parse(model_output, *args, **more)
-            except BROKEN:
-                counters["answers_not_parsed"] += 1
-                return None, model_output, []
+    def parse(self: AnswerParser, model_output: str, *args: object, **more: object) -> object:
+        try:
+            return parser_class.parse(self, model_output, *args, **more)
+        except BROKEN:
+            counters["answers_not_parsed"] += 1
+            return None, model_output, []
 
-    return Parser
+    return type("Parser", (parser_class,), {"parse": parse})
 
 
 def build_serving(client: Recorder, rules: Rules, parsers: Parsers) -> dict[str, object]:

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.core.experience import Group, Trajectory
 from tests.rollout.gateway.gateway_parts import Agent, Stage
 from tests.rollout.gateway.test_gateway import check_logprobs, rewarded
-from tests.rollout.gateway.tool_model import TRANSCRIPTS, WRITERS, Transcript, build_tool_tokenizer
+from tests.rollout.gateway.tool_model import TRAINED, TRANSCRIPTS, Transcript, build_tool_tokenizer
 from tests.rollout.gateway.tool_parts import CHAT_TOOLS, PLAYERS, open_tool_stage, play_chat
 
 pytestmark = pytest.mark.long
@@ -22,7 +22,7 @@ WITH_A_CALL, WITH_TWO_CALLS, *_ = TALKS
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
 
 
-@pytest.fixture(scope="module", params=list(WRITERS))
+@pytest.fixture(scope="module", params=TRAINED)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(

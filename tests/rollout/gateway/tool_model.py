@@ -78,6 +78,8 @@ TOOLS = [
     for name, argument in (("weather", "city"), ("bash", "command"), ("search", "query"), ("read", "path"))
 ]
 """Tools as templates show them, among what stands before a conversation."""
+TRAINED = ("hermes", "qwen3_coder")
+"""Parser families of which a model is trained; `families` has the formats of all."""
 BEGINNINGS = ("<|im_end|>\n<|im_start|>user\n", "\n<|im_start|>user\n", "<|im_start|>user\n", "")
 
 
@@ -112,6 +114,7 @@ nl -ba filename.py | sed -n '10,20p'
 ```bash
 anything
 ```"""
+PROSE = 4 * (END_OF_MINIS_PROMPT + TEMPLATE + CHECK)
 TRANSCRIPTS = (
     Transcript(
         END_OF_MINIS_PROMPT,
@@ -217,7 +220,7 @@ def _batch(
     tokenizer: PreTrainedTokenizerFast, family: str, dice: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return every transcript, after a beginning that tells nothing, as rows behind a window."""
-    text = "".join(chr(dice.randrange(32, 127)) for _ in range(4 * WINDOW)) + Path(__file__).read_text()
+    text = "".join(chr(dice.randrange(32, 127)) for _ in range(4 * WINDOW)) + PROSE
     text += "\n".join(json.dumps(dice.choice(TOOLS)) for _ in range(8 * len(TOOLS)))
     ids: list[int] = []
     labels: list[int] = []
