@@ -94,9 +94,9 @@ class LedgerState(Facts):
         """Return how many groups step `step` trains: as many as before in a replay."""
         return self.replay_sizes.get(step, self.settings.groups_per_step)
 
-    def next_positions(self) -> tuple[int, int]:
-        """Return the positions of the first free place, and of the one that a next lease would take."""
-        size, gaps, num_before = self.settings.groups_per_step, self._gaps(), self.num_unplaced
+    def next_positions(self, num_older: int = 0) -> tuple[int, int]:
+        """Return the positions of the first free place, and of the one after `num_older` next leases."""
+        size, gaps, num_before = self.settings.groups_per_step, self._gaps(), self.num_unplaced + num_older
         frontier = size * self._frontier
         first = size * gaps[0][0] if gaps else frontier
         for step, missing in gaps:

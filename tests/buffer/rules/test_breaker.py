@@ -14,7 +14,7 @@ from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.commands import leases
 from asyncrl.buffer.ledger.events import Event
 from asyncrl.buffer.ledger.ledger import Ledger
-from asyncrl.buffer.ledger.tickets import Grant, State
+from asyncrl.buffer.ledger.tickets import Grant, State, Ticket
 from asyncrl.buffer.rules import breaker
 from asyncrl.buffer.rules.breaker import FIRST_PAUSE_S, MIN_FAILED
 from asyncrl.core.obstacle import ADVISORY, Cause
@@ -137,6 +137,42 @@ def test_with_every_source_open_the_run_waits_says_so_and_goes_on():
     assert not run.ledger.breaker.has_open and run.residue == 0
 
 
+def test_with_every_source_open_a_probe_has_nothing_issued_ahead_beside_it(monkeypatch: pytest.MonkeyPatch):
+    run = Mixed(shares_prefixes=True)
+    while len({0, 1} - set(run.ledger.breaker._open)):
+        run.fail(run.lease()[0])
+    run.now += FIRST_PAUSE_S
+    num_issued, issue = run.state.num_issued, run.ledger._issue_new
+
+    def issue_few(position: int, now: float) -> Ticket:
+        assert run.state.num_issued < num_issued + 100, "it would go on for ever"
+        return issue(position, now)
+
+    monkeypatch.setattr(run.ledger, "_issue_new", issue_few)
+    probes = run.lease(4)
+    assert sorted(one.source for one in probes) == [BAD, WELL] and probes[0].attempt == 1
+    assert run.residue == 0
+
+
+def test_what_was_held_is_leased_within_the_bounds_once_its_source_is_well_again():
+    run = Mixed(max_attempts=100, groups_per_step=4, memory_bytes=1 << 30)
+    run.open_bad()
+    run.play(100)
+    run.train_complete()
+    assert run.state.counts[State.ISSUED] > 50 and run.state.counts[State.STORED] == 0
+    run.now += FIRST_PAUSE_S
+    (probe,) = run.lease()
+    run.come_in(probe)
+    granted = run.lease(1000)
+    assert len(granted) == 7, "of two steps, less the one that is stored: rule (a)"
+    places = [run.state.tickets[one.ticket].position - 4 * run.state.steps_trained for one in granted]
+    assert places == list(range(1, 8)), "each has a place of its own: rule (b)"
+    for grant in granted[:3]:
+        run.come_in(grant)
+    run.ledger.release("a", [(one.ticket, one.attempt) for one in granted[3:]])
+    assert len(run.lease(1000)) == 4, "rule (c): what was begun goes on, and nothing new"
+
+
 def test_what_is_held_waits_for_its_source_and_the_oldest_beyond_a_number_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -149,6 +185,7 @@ def test_what_is_held_waits_for_its_source_and_the_oldest_beyond_a_number_are_dr
     assert len(held) == 5 and len(dropped) > 10
     assert {(one.source, one.reason.value) for one in dropped if one.reason} == {(BAD, "infrastructure")}
     assert max(one.id for one in dropped) < held[0] and run.residue == 0
+    run.train_complete()
     run.now += FIRST_PAUSE_S
     (probe,) = run.lease()
     assert probe.ticket == held[0]

@@ -136,6 +136,31 @@ def test_a_ticket_that_was_issued_ahead_is_not_leased_for_a_version_that_is_too_
     assert fleet.lease("a")
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_who_is_passed_over_still_trains_first_and_nobody_comes_too_late_behind_it(seed: int):
+    dice = random.Random(seed)
+    fleet = Fleet(groups=dice.choice((4, 8, 16)), max_lag=dice.choice((1, 2)), first=dice.choice((1.0, 9.0)))
+    state, held, num_passed = fleet.ledger.state, [], 0
+    settings = fleet.ledger.settings
+    for _ in range(300):
+        version = max(1, fleet.version - dice.randrange(3))
+        granted = fleet.lease(dice.choice("abc"), dice.randrange(1, 5), 0.0, version)
+        for grant in granted:
+            older = [one for one in (*state.leased(), *map(state.tickets.get, state.stored)) if one]
+            older += [state.tickets[number] for number in state.issued_heap]
+            num_older = sum(one.id < grant.ticket for one in older)
+            num_passed += min(state.issued_heap, default=grant.ticket) < grant.ticket
+            turn = state.steps_trained + num_older // settings.groups_per_step
+            assert turn - state.versions.counted_step(version) <= settings.max_lag
+        held += granted
+        while held and dice.random() < 0.5:
+            fleet.store(held.pop(dice.randrange(len(held))))
+        if fleet.ledger.reserve(fleet.token, step := state.steps_trained, 0.0):
+            fleet.ledger.trained(fleet.token, step, [])
+            fleet.version = fleet.ledger.register_version(fleet.token, step + 1)
+    assert num_passed > 20, "nothing was passed over: this test shows nothing"
+
+
 def test_the_reasons_of_the_ledger_are_metrics():
     buffer = {"counters": {"placed/hit": 3, "placed/new": 1, "leases_given_up": 2}}
     row = Meter().update(0.0, statuses_of({"buffer.0": buffer}))

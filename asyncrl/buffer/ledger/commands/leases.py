@@ -123,8 +123,7 @@ class LeaseCommands:
             want = min(want, self.placement.share(self.settings.groups_per_step))
         grants: list[Grant] = []
         while served_step is not None and len(grants) < want and (found := self._admit(served_step, now)):
-            ticket = self._choose(replica, version, *found, now)
-            position = found[1]
+            ticket, position = self._choose(replica, version, *found, served_step, now)
             if ticket.partial is not None and not _may_go_on(self.state, ticket.partial, position):
                 self._emit(ev.PartialDropped(ticket.id, PartialLoss.STALE.value))
             self._emit(ev.Leased(ticket.id, replica, now + self.settings.lease_s, position, version))
@@ -151,28 +150,39 @@ class LeaseCommands:
         state, settings = self.state, self.settings
         first, position = state.next_positions()
         ticket = self.breaker.next_issued(now)
-        if ticket is not None:
-            position = max(first, min(position, ticket.position))
-            if settings.shares_prefixes and ticket.is_new and not self._lacks_stored:  # issued ahead
-                return None
-        elif not (self.breaker.may_lease_any(now) and self._may_issue()):
-            return None
+        if ticket is None:
+            is_let = self.breaker.may_lease_any(now) and self._may_issue()
+        else:
+            is_let = self._lacks_stored or not ticket.is_new  # new: issued ahead, or held for its source
+            position = position if ticket.is_new else max(first, min(position, ticket.position))
         has_memory = state.memory_bytes + settings.max_group_bytes <= settings.memory_bytes
-        if not (has_memory and is_admissible(position, settings.groups_per_step, served_step, self.max_lag)):
+        if not (is_let and has_memory and self._is_in_bound(position, served_step)):
             return None
         return ticket or self._issue_new(position, now), position
 
-    def _choose(self, replica: str, version: int, oldest: Ticket, position: int, now: float) -> Ticket:
-        """Return the ticket to lease at `position`: the oldest, or one near it that suits the cache."""
+    def _is_in_bound(self, position: int, served_step: int) -> bool:
+        """Apply rule (b)."""
+        return is_admissible(position, self.settings.groups_per_step, served_step, self.max_lag)
+
+    def _choose(
+        self, replica: str, version: int, oldest: Ticket, position: int, served_step: int, now: float
+    ) -> tuple[Ticket, int]:
+        """Return the ticket to lease, the oldest or one near it that suits the cache, and its position.
+
+        Behind older ones that wait, it must be in bound too.
+        """
         state, heap = self.state, self.state.issued_heap
-        if not (self.settings.shares_prefixes and state.sources and oldest.is_new):
-            return oldest
+        is_placed = self.settings.shares_prefixes and state.sources and oldest.is_new
+        if not is_placed or self.breaker.is_open(oldest.source):  # a probe
+            return oldest, position
         within = min(WINDOW, self.settings.groups_per_step)
         while len(heap) - len(self.breaker.held()) < within and self._may_issue():
-            self._issue_new(position + self.settings.groups_per_step, now)  # placed when it is leased
+            self._issue_new(position, now)  # placed when it is leased
         near = [state.tickets[number] for number in sorted(heap) if 0 <= number - oldest.id < within]
-        near = [one for one in near if one.is_new and self.breaker.may_lease(one.source, now)]
-        return near[self.placement.place(replica, version, [one.source for one in near])]
+        near = [one for one in near if self.breaker.may_lease(one.source, now)]
+        placed = [(one, state.next_positions(older)[1]) for older, one in enumerate(near)]
+        placed = [one for one in placed if one[0].is_new and self._is_in_bound(one[1], served_step)]
+        return placed[self.placement.place(replica, version, [one.source for one, _ in placed])]
 
     def _may_issue(self) -> bool:
         settings, state = self.settings, self.state
