@@ -57,10 +57,11 @@ def join_batches(parts: Sequence[PackedBatch]) -> PackedBatch:
     }
     first_rows = _starts([part.num_rows for part in filled])
     first_groups = _starts([len(part.tickets_G) for part in filled])
+    first_episodes = _starts([int(part.episode_R.max()) + 1 for part in filled])
     moved = {
         "row_N": [part.row_N + first for part, first in zip(filled, first_rows, strict=True)],
         "group_R": [part.group_R + first for part, first in zip(filled, first_groups, strict=True)],
-        "episode_R": [part.episode_R + first for part, first in zip(filled, first_rows, strict=True)],
+        "episode_R": [part.episode_R + first for part, first in zip(filled, first_episodes, strict=True)],
         "baseline_R": _fill_baselines(filled),
     }
     lengths = [length for part in filled for length in part.row_lengths]

@@ -90,6 +90,13 @@ def test_the_kl_that_is_taken_off_a_reward_is_that_of_all_rows_of_its_episode(gr
     assert [*scores[0][:2], *scores[0][3:]] == pytest.approx(scores[1])
 
 
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_a_batch_that_was_joined_of_parts_has_the_same_advantages(name: str, groups: list[Group]) -> None:
+    forked = [fork(groups[0], 1, 2), fork(groups[1], 3, 2), *groups[2:]]
+    joined = join_batches([pack(forked[:1]), pack(forked[1:])])
+    assert torch.equal(estimate(name, joined), estimate(name, pack(forked)))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_an_episode_weighs_the_same_in_the_loss_however_many_rows_it_has(
     mode: str, groups: list[Group]
@@ -134,5 +141,5 @@ def test_episodes_stay_apart_where_batches_are_selected_and_joined(groups: list[
     joined = join_batches(parts)
     assert dataclasses.astuple(joined.totals) == dataclasses.astuple(batch.totals)
     num_rows = len(groups[0].trajectories) + 1
-    sizes = torch.bincount(joined.episode_R.unique(return_inverse=True)[1]).tolist()
+    sizes = torch.bincount(joined.episode_R).tolist()
     assert sizes == [1, 2, 1, 1] * len(groups) and joined.num_rows == num_rows * len(groups)
