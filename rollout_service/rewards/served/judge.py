@@ -199,27 +199,32 @@ class JudgeReward:
 
     def _read(self, reply: object) -> Score:
         try:
-            verdict, tokens = _content_of(reply)
+            verdict, is_whole, tokens = _content_of(reply)
         except (LookupError, TypeError) as error:
             raise TryAgain(f"no chat completion: {str(reply)[:SHOWN_CHARS]}") from error
         self.num_tokens += tokens
-        value = self._settings.read(verdict)
+        value = self._settings.read(verdict) if is_whole else None
         if value is None:
             raise TryAgain(f"a verdict without a score: {verdict[-SHOWN_CHARS:]!r}", reason=Reason.REWARD)
         value = checked_number(self.name, value)
         return Score(value, reason=Reason.WRONG if value <= 0 else "")
 
 
-def _content_of(reply: object) -> tuple[str, int]:
-    """Return the text of a chat completion, and the tokens that it took. Raises LookupError, TypeError."""
+def _content_of(reply: object) -> tuple[str, bool, int]:
+    """Return the text of a chat completion, whether it came to its end, and the tokens that it took.
+
+    Raises:
+        LookupError, TypeError: It is none.
+    """
     if not isinstance(reply, Mapping):
         raise TypeError("no object")
-    content = reply["choices"][0]["message"]["content"]
+    choice = reply["choices"][0]
+    content = choice["message"]["content"]
     if not isinstance(content, str):
         raise TypeError("no text")
     usage = reply.get("usage")
     tokens = usage.get("total_tokens") if isinstance(usage, Mapping) else None
-    return content, tokens if isinstance(tokens, int) else 0
+    return content, choice.get("finish_reason") != "length", tokens if isinstance(tokens, int) else 0
 
 
 def _as_number(text: str, scale: float) -> float | None:

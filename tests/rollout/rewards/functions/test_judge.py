@@ -152,6 +152,17 @@ def test_a_verdict_that_cannot_be_read_is_asked_for_again_and_then_a_failure(ver
     assert "did not answer in 3 attempts: a verdict without a score" in message
 
 
+@pytest.mark.parametrize("verdict", ["It is no score: 3, it is better. Score: 1", "First [true, true] and"])
+def test_a_verdict_that_was_cut_at_its_token_limit_is_none(verdict: str):
+    async def judge(request: web.Request) -> web.Response:
+        choice = {"message": {"role": "assistant", "content": verdict}, "finish_reason": "length"}
+        return web.json_response({"choices": [choice]})
+
+    settings: dict[str, Any] = {"rubric": ["right", "short"]} if "[" in verdict else {}
+    ((reason, message),) = ask(judge, ["4"], attempts=2, **settings)
+    assert reason == "reward" and "a verdict without a score" in message
+
+
 def raw(body: str, status: int = 200) -> web.Response:
     return web.Response(status=status, text=body, content_type="application/json")
 
