@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 from asyncrl.buffer import messages as wire
 from asyncrl.buffer.ledger.tickets import Part
@@ -68,19 +69,7 @@ class ReplicaOps:
         if order is not None:
             self._last_seen.setdefault(asked.replica, now)
         lease_s = self._ledger.settings.lease_s
-        granted = tuple(
-            wire.LeaseGrant(
-                grant.ticket,
-                grant.attempt,
-                grant.source,
-                grant.pass_number,
-                grant.index,
-                grant.seed,
-                lease_s,
-                grant.partial_attempt,
-            )
-            for grant in grants
-        )
+        granted = tuple(wire.LeaseGrant(**asdict(one), lease_s=lease_s) for one in grants)
         return wire.LeaseReply(granted, _order_of(order))
 
     def take_back(self, replica: str, granted: wire.LeaseReply) -> None:
