@@ -125,6 +125,11 @@ class Group:
         return [trajectory.reward for trajectory in self.trajectories]
 
     @property
+    def episode_rewards(self) -> list[float]:
+        """Reward of each sample, once."""
+        return list(dict(zip(self.samples, self.rewards, strict=True)).values())
+
+    @property
     def is_constant(self) -> bool:
         """Whether all rewards are equal, that of a greedy answer too: nothing is learned from the group."""
         return _is_constant(self.rewards, self.baseline_reward)

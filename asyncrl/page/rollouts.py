@@ -5,6 +5,7 @@ A model's text is passed on with its control characters written out; the page ne
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -50,9 +51,9 @@ def rollouts_of(groups: Sequence[Group], decode: Callable[[Sequence[int]], str])
             "ticket": group.ticket,
             "attempt": group.attempt,
             "prompt": text_of(group.prompt_ids.tolist(), decode),
-            "reward_mean": figure_of(sum(group.rewards) / len(group.rewards)),
-            "num_answers": len(group.trajectories),
-            "rewards": [round(reward, 4) for reward in group.rewards],
+            "reward_mean": figure_of(statistics.fmean(group.episode_rewards)),
+            "num_answers": len(group.episode_rewards),
+            "rewards": [round(reward, 4) for reward in group.episode_rewards],
             "answers": [_answer(one, decode) for one in _best_and_worst(group)],
         }
         for group in groups

@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.cli.app import app
+from asyncrl.cli.rollouts.fates import Fate, FateBook
 from asyncrl.cli.rollouts.pieces import token_texts
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.experience import Group, Trajectory, encode_group
 from asyncrl.core.files.printable import printable
 from asyncrl.core.staleness import Span
 from rollout_service.tasks.tiny_text import build_tokenizer
+from tests.buffer.ledger.parts.ledger_runs import SETTINGS
 from tests.cli.test_audit import JOURNALS, make_config, opened
 
 EVIL = "<script>alert(1)</script>"
@@ -129,6 +132,14 @@ def test_tokens_over_the_bound_and_observations_are_told_from_trained_ones(runs_
     assert all(span in lines for span in spans), "a version begins a line; without colour nothing else tells"
     assert "3 of 9 tokens not trained: 1 over age, 2 observation" in text
     assert "reward 1 (mean of its group 0) · gsm8k 1, format 0.5 · ended by stop · 2 turns" in text
+
+
+def test_an_episode_of_several_trajectories_counts_once_in_the_mean_of_its_group(tokenizer):
+    fates = FateBook([], LedgerState(SETTINGS), max_lag=1)
+    good, bad = (make_trajectory(tokenizer, GOOD, (Span(1, 0, 1),), reward) for reward in (1.0, -1.0))
+    group = Group(1, 1, good.response_ids, (good, good, good, bad), forked=(0, 0, 0, 1))
+    shown = fates.rollouts_of(Fate(1, 1, "trained", 0), group)
+    assert [(one.sample, one.group_mean) for one in shown] == [(0, 0.0)] * 3 + [(1, 0.0)]
 
 
 def test_worst_and_best_order_by_reward_and_a_limit_cuts(runs_dir: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -169,6 +170,15 @@ def test_of_a_group_the_best_and_the_worst_answer_are_shown() -> None:
     assert [(one["reward"], one["tone"]) for one in shown["answers"]] == [("1", "good"), ("0", "none")]
     assert shown["answers"][0]["text"] == "13579</s>"
     assert shown["answers"][0]["versions"] == "2\u20133"
+
+
+def test_an_episode_of_several_trajectories_is_one_answer_of_its_group() -> None:
+    group = make_group(1)
+    first, *others = group.trajectories
+    forked = replace(group, trajectories=(first, first, first, *others), forked=(0, 0, *range(8)))
+    (shown,) = rollouts_of([forked], str)
+    assert (shown["num_answers"], shown["reward_mean"]) == (8, "0.25")
+    assert shown["rewards"] == group.rewards
 
 
 def test_long_texts_lose_their_middle() -> None:

@@ -164,7 +164,7 @@ class FateBook:
 
     def rollouts_of(self, fate: Fate, group: Group) -> list[Rollout]:
         """Return the answers of one group."""
-        mean = statistics.fmean(group.rewards)
+        mean = statistics.fmean(group.episode_rewards)
         prompt_ids = group.prompt_ids.tolist()
         return [
             Rollout(fate, sample, prompt_ids, trajectory, mean, self._aged(trajectory.spans, fate.step))
