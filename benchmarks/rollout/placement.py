@@ -180,7 +180,7 @@ class Run:
                 asking.sort(key=lambda one: one.num_unfinished)
             replica = asking.pop(0)
             most = count_max_groups(MAX_SEQUENCES, GROUP_SIZE)
-            want = count_free_groups(most, GROUP_SIZE, replica.num_unfinished)
+            want = count_free_groups(most * GROUP_SIZE, GROUP_SIZE, replica.num_unfinished)
             if self._rule in ("round robin", "least loaded", "turns anywhere"):
                 want = min(want, 1)
             grants = self._ledger.lease(replica.name, self._version, want, self.now)

@@ -16,6 +16,7 @@ from asyncrl.core.errors import AsyncrlError, DataError
 from asyncrl.core.runtime.faults import fault_point
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.evaluation.evaluator import Evaluator
+from rollout_service.replica.concurrency import Limit
 from rollout_service.replica.groups import GroupTasks
 from rollout_service.replica.lifecycle import Lifecycle
 from rollout_service.replica.parts import ReplicaParts
@@ -86,6 +87,9 @@ class LeaseLoop:
     Args:
         max_groups: In flight, with all of their samples.
         tasks: Runs the calls.
+
+    Attributes:
+        limit: Of unfinished samples; with a gateway, of groups.
     """
 
     def __init__(
@@ -97,7 +101,9 @@ class LeaseLoop:
         evaluations: Evaluations,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        self._parts, self._max_groups = parts, max_groups
+        self._parts = parts
+        per_group = parts.runner.num_samples if isinstance(parts.runner, GroupRunner) else 1
+        self.limit = Limit.at_bound(max_groups * per_group, per_group)
         self._lifecycle = lifecycle
         self._groups, self._evaluations = groups, evaluations
         self._tasks = tasks
@@ -151,7 +157,15 @@ class LeaseLoop:
     def _num_wanted(self) -> int:
         """Return how many groups to ask for: with a gateway, none that no agent waits for."""
         runner, gateway, num_groups = self._parts.runner, self._parts.gateway, len(self._groups)
-        num_free = rules.count_free_groups(self._max_groups, 1, num_groups)
-        if isinstance(runner, GroupRunner):
-            num_free = runner.num_free(self._max_groups, num_groups)
+        num_unfinished = runner.num_unfinished(num_groups) if isinstance(runner, GroupRunner) else num_groups
+        self._look(num_unfinished)
+        num_free = rules.count_free_groups(self.limit.places, self.limit.least, num_unfinished)
         return num_free if gateway is None else min(num_free, gateway.manager.num_groups_wanted)
+
+    def _look(self, num_unfinished: int) -> None:
+        """Move the limit by what the engine tells of its cache; one that tells nothing keeps the bound."""
+        engine, before = self._parts.engine, self.limit.places
+        if (cache := engine.cache_status()) is not None:
+            self.limit = self.limit.step(cache, num_unfinished, engine.num_completions)
+        if self.limit.places != before:
+            self._lifecycle.counters[f"limit/{self.limit.change}"] += 1

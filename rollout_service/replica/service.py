@@ -21,7 +21,7 @@ from asyncrl.core.rpc.message import Done, Message
 from asyncrl.core.runtime.interface import Event, Runtime
 from asyncrl.core.service_command import AnyCommand, Drain, Promote, Standing, unknown_command
 from asyncrl.core.states import ServiceState
-from asyncrl.core.status.replica import EngineStatus, ReplicaStatus
+from asyncrl.core.status.replica import EngineStatus, LimitStatus, ReplicaStatus
 from rollout_service.engine.metered import BUSY, MeteredEngine
 from rollout_service.replica.groups import GroupTasks
 from rollout_service.replica.leases import Evaluations, LeaseLoop
@@ -89,7 +89,11 @@ class Replica:
             counters=dict(lifecycle.counters),
             obstacles=() if work is None else self._obstacles(work),
         )
-        return told if work is None else with_parts(told, work.parts)
+        if work is None:
+            return told
+        limit = work.leases.limit
+        told = msgspec.structs.replace(told, limit=LimitStatus(limit.places, limit.bound, limit.change))
+        return with_parts(told, work.parts)
 
     def _obstacles(self, work: _Work) -> tuple[Obstacle, ...]:
         is_ready = self._lifecycle.state is State.READY

@@ -20,7 +20,6 @@ import numpy as np
 
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseGrant
-from asyncrl.buffer.rules.replica import count_free_groups
 from asyncrl.core.config.lengths import Lengths
 from asyncrl.core.errors import AsyncrlError, EngineError
 from asyncrl.core.experience import CUT_REASONS, UNFINISHED, Group, Trajectory, check_reward
@@ -73,11 +72,14 @@ class GroupRunner:
         self._num_ended: Counter[tuple[int, int]] = Counter()
         self.on_end: Callable[[], None] = lambda: None
 
-    def num_free(self, max_groups: int, num_held: int) -> int:
-        """Return how many groups fit beside `num_held` ones, if `max_groups` fit with all their samples."""
-        per_group = self._settings.num_samples
-        num_unfinished = num_held * per_group - self._num_ended.total()
-        return count_free_groups(max_groups, per_group, num_unfinished)
+    @property
+    def num_samples(self) -> int:
+        """Requests that a group makes of the engine."""
+        return self._settings.num_samples
+
+    def num_unfinished(self, num_held: int) -> int:
+        """Return how many samples of `num_held` groups have not ended."""
+        return num_held * self.num_samples - self._num_ended.total()
 
     async def run(self, grant: LeaseGrant, partial: Group | TurnJournal | None = None) -> Group:
         """Return the grant's group; `is_complete` tells whether it may be pushed whole, or only as partial.

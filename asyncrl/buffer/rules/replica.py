@@ -37,16 +37,16 @@ def count_max_groups(max_sequences: int, num_samples: int) -> int:
     return full + max(1, full // 4)
 
 
-def count_free_groups(max_groups: int, num_samples: int, num_unfinished: int) -> int:
-    """Return how many groups fit beside `num_unfinished` samples, if `max_groups` fit with all of theirs.
+def count_free_groups(limit: int, num_samples: int, num_unfinished: int) -> int:
+    """Return how many groups fit beside `num_unfinished` samples, if `limit` of them may be unfinished.
 
     What counts is unfinished samples: a straggler holds its own place in the engine's batch, and not those of
     its group. With log-normal lengths that is 1.7 times the tokens (docs/benchmarks.md).
 
-    >>> count_free_groups(max_groups=10, num_samples=8, num_unfinished=60)
+    >>> count_free_groups(limit=80, num_samples=8, num_unfinished=60)
     2
     """
-    return max(0, max_groups * num_samples - num_unfinished) // num_samples
+    return max(0, limit - num_unfinished) // num_samples
 
 
 def may_lease(state: str, *, is_fenced: bool, is_standby: bool) -> bool:

@@ -17,7 +17,7 @@ _PART_COUNT, _PART_SUM, _REWARD_ERRORS = "part count/", "part sum/", "reward err
 _OUTCOMES = "outcomes/"
 _IDLE = "idle/"
 _CACHE_COUNTS = ("prompt_tokens", "cached_tokens", "preemptions")
-_OVERRIDDEN = "overridden/"
+_OVERRIDDEN, _LIMIT = "overridden/", "limit/"
 
 
 class Meter:
@@ -115,13 +115,11 @@ def _idle_metrics(gain: Mapping[str, float]) -> dict[str, float]:
 
 
 def _cache_metrics(gain: Mapping[str, float], totals: Mapping[str, float], statuses: Statuses) -> Row:
-    """Return hits, preemptions and use of the KV caches; nothing from engines that tell none."""
-    used = [engine.cache.usage for engine in statuses.engines.values() if engine.cache is not None]
-    found = (
-        {"perf/rollout_kv_usage": max(used), "perf/rollout_preemptions": totals["preemptions"]}
-        if used
-        else {}
-    )
+    """Return hits, preemptions and use of the KV caches, and limits; nothing from engines that tell none."""
+    found = statuses.cache_gauges()
+    if found:
+        found["perf/rollout_preemptions"] = totals["preemptions"]
+    found |= {f"perf/rollout_limit/{reason}": count for reason, count in _named(totals, _LIMIT)}
     prompted = gain.get("prompt_tokens")
     return found | ({"perf/rollout_cache_hit_share": gain["cached_tokens"] / prompted} if prompted else {})
 
@@ -181,6 +179,7 @@ def rollout_totals(replicas: Iterable[ReplicaStatus]) -> dict[str, float]:
 
 
 def _counts_of(replica: ReplicaStatus) -> Iterator[tuple[str, float]]:
+    yield from ((name, count) for name, count in replica.counters.items() if name.startswith(_LIMIT))
     if (engine := replica.engine) is not None:
         yield from (("tokens", engine.tokens), ("busy_s", engine.busy_s), ("idle_s", engine.idle_s))
         yield from ((_IDLE + cause, seconds) for cause, seconds in engine.idle_by_cause.items())

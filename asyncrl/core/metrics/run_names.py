@@ -146,6 +146,16 @@ _ROLLOUT = singles(
     ),
     ("perf/rollout_kv_usage", "share", "KV cache in use, of the fullest engine"),
     (
+        "perf/rollout_limit",
+        "share",
+        "Samples that a replica may have unfinished, of a batch and a quarter; of the most limited one",
+    ),
+    (
+        "perf/rollout_limit/<reason>",
+        "changes",
+        "Changes of that limit so far: cut (preemptions), trim and grow (fewer or more fit in the KV cache)",
+    ),
+    (
         "rollout/overlong_share",
         "share",
         "Answers in the buffer of `reward.overlong`, of those scored in the last 2 s",

@@ -9,12 +9,14 @@ from asyncrl.core.status.service import ServiceStatus
 
 
 class CacheStatus(Message, frozen=True):
-    """KV cache of an engine: counts since the start, and the share that is in use."""
+    """KV cache of an engine: counts since the start, the share in use, requests in its batch and waiting."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
     usage: float = 0.0
+    running: int = 0
+    waiting: int = 0
 
 
 class EngineStatus(Message, frozen=True, kw_only=True):
@@ -49,6 +51,14 @@ class EngineStatus(Message, frozen=True, kw_only=True):
         return self.busy_s + self.idle_s
 
 
+class LimitStatus(Message, frozen=True):
+    """Limit of a replica's unfinished samples, its bound, and why it last moved: none, grow, trim or cut."""
+
+    places: int
+    bound: int
+    change: str
+
+
 class RewardStatus(Message, frozen=True):
     """Since the start: each part's (count, sum), failures by kind, answers by data source and outcome."""
 
@@ -81,7 +91,7 @@ class ReplicaStatus(ServiceStatus, frozen=True, kw_only=True):
         version, step: Of the weights that it serves; 0 before the first.
         standby: It follows the weights and takes no leases.
         child_pids: Processes that die with it.
-        engine: None until it is built; so are the others, and where the run has none.
+        limit, engine: None until they are built; so are the others, and where the run has none.
     """
 
     version: int
@@ -90,6 +100,7 @@ class ReplicaStatus(ServiceStatus, frozen=True, kw_only=True):
     in_flight_groups: int
     counters: Mapping[str, int]
     child_pids: tuple[int, ...] = ()
+    limit: LimitStatus | None = None
     engine: EngineStatus | None = None
     reward: RewardStatus | None = None
     shaping: ShapingStatus | None = None

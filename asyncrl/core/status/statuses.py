@@ -94,6 +94,14 @@ class Statuses(Mapping[str, ServiceStatus]):
         """Statuses of the engines of the replicas that report one."""
         return {name: one.engine for name, one in self.told_replicas.items() if one.engine is not None}
 
+    def cache_gauges(self) -> dict[str, float]:
+        """Return the use of the fullest KV cache and the tightest limit; nothing without caches that tell."""
+        told = [one for one in self.told_replicas.values() if one.engine and one.engine.cache]
+        shares = [one.limit.places / one.limit.bound for one in told if one.limit is not None]
+        used = [one.engine.cache.usage for one in told if one.engine and one.engine.cache]
+        found = {"perf/rollout_kv_usage": max(used)} if used else {}
+        return found | ({"perf/rollout_limit": min(shares)} if shares else {})
+
     def _told(self, name: str, kind: type[S]) -> S | None:
         found = self._found.get(name)
         return found if isinstance(found, kind) else None

@@ -138,7 +138,9 @@ class ReplicaActor(Actor):
     def num_free(self) -> int:
         """Groups that it could work on beside those that it has."""
         setting = self._setting
-        return count_free_groups(setting.max_groups, setting.num_samples, self._num_unfinished)
+        return count_free_groups(
+            setting.max_groups * setting.num_samples, setting.num_samples, self._num_unfinished
+        )
 
     def _ask(self) -> None:
         """Make the lease call that is due, if one is."""

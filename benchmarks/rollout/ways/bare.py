@@ -93,6 +93,8 @@ def start_engine(
     caches_prefixes: bool,
     kv_cache_bytes: int = setting.KV_CACHE_BYTES,
     stat_loggers: Sequence[Any] = (),
+    *,
+    tells_iterations: bool = False,
 ) -> Any:
     """Return an AsyncLLM of the sizes that a replica's has."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -108,6 +110,7 @@ def start_engine(
         enable_prefix_caching=caches_prefixes,
         enable_chunked_prefill=False,
         disable_log_stats=not stat_loggers,
+        enable_logging_iteration_details=tells_iterations,
         enforce_eager=True,
         kv_cache_memory_bytes=kv_cache_bytes,
         distributed_executor_backend="uni",

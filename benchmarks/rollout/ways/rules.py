@@ -1,28 +1,12 @@
-"""Admission rules of a replica: fixed numbers, its own rule, and a controller."""
+"""Admission rules of a replica: fixed numbers, a full batch, and its own limit."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from asyncrl.buffer.rules.replica import count_free_groups, count_max_groups
+from asyncrl.core.status.replica import CacheStatus
+from rollout_service.replica.concurrency import Limit
 
 GROUP_SIZE = 8
-FULL = 0.9
-"""Share of the KV cache from which on the controller takes no more groups in."""
-
-
-class Gauges(Protocol):
-    """Gauges of an engine."""
-
-    @property
-    def num_preempted(self) -> int:
-        """Requests that lost their KV cache, since the start."""
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether requests wait for a place in the batch."""
-
-    @property
-    def cache_use(self) -> float:
-        """Share of the KV cache that is in use."""
 
 
 class Fixed:
@@ -35,40 +19,26 @@ class Fixed:
         """Tell whether another group is taken, beside so many groups and unfinished requests."""
         return num_groups < self.num_groups
 
-    def look(self, gauges: Gauges) -> None:
-        """See what the engine tells: nothing here."""
+    def look(self, cache: CacheStatus, num_requests: int, num_ended: int) -> None:
+        """See what the engine tells when a request has ended: nothing here."""
 
 
 class FullBatch(Fixed):
-    """Holds as many groups as keep the batch full, by their unfinished requests: a replica's rule.
+    """Holds as many groups as keep the batch full, by their unfinished requests.
 
     A few requests wait inside the engine, so that its batch is full.
     """
 
     def __init__(self, max_sequences: int) -> None:
         super().__init__(0)
-        self._full_batch = max_sequences * 5 // 4
+        self.limit = Limit.at_bound(count_max_groups(max_sequences, GROUP_SIZE) * GROUP_SIZE, GROUP_SIZE)
 
     def wants_more(self, num_groups: int, num_requests: int) -> bool:
-        return num_requests <= self._full_batch - GROUP_SIZE
+        return count_free_groups(self.limit.places, GROUP_SIZE, num_requests) > 0
 
 
-class Adaptive(Fixed):
-    """Holds a group more while the engine has room, and fewer when it preempts.
+class Adaptive(FullBatch):
+    """A replica's rule: a full batch, until the engine preempts."""
 
-    It takes an eighth off at a preemption and adds one group per period else, unless requests wait or the
-    cache is nearly full.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        self._num_preempted = 0
-
-    def look(self, gauges: Gauges) -> None:
-        """Read the engine's metrics and move the limit."""
-        has_preempted = gauges.num_preempted > self._num_preempted
-        self._num_preempted = gauges.num_preempted
-        if has_preempted:
-            self.num_groups = max(1, self.num_groups - max(1, self.num_groups // 8))
-        elif not gauges.has_waiting and gauges.cache_use < FULL:
-            self.num_groups += 1
+    def look(self, cache: CacheStatus, num_requests: int, num_ended: int) -> None:
+        self.limit = self.limit.step(cache, num_requests, num_ended)

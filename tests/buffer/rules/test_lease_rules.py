@@ -86,9 +86,14 @@ def test_only_a_ready_replica_asks(state: ServiceState):
 
 
 def test_samples_that_have_ended_make_room_for_whole_groups_alone():
-    most = count_max_groups(max_sequences=16, num_samples=4)
-    assert most == 5
-    assert [count_free_groups(most, 4, unfinished) for unfinished in (20, 17, 16, 0, 99)] == [0, 0, 1, 5, 0]
+    assert count_max_groups(max_sequences=16, num_samples=4) == 5
+    assert [count_free_groups(20, 4, unfinished) for unfinished in (20, 17, 16, 0, 99)] == [
+        0,
+        0,
+        1,
+        5,
+        0,
+    ]
     assert count_max_groups(max_sequences=1, num_samples=8) == 2
 
 

@@ -52,6 +52,8 @@ class CacheGauges:
             cached_tokens=self.num_cached_tokens,
             preemptions=self.num_preempted,
             usage=self.usage,
+            running=self.num_running,
+            waiting=self.num_waiting,
         )
 
 
