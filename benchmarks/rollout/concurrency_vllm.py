@@ -214,12 +214,10 @@ async def measure_cache(folder: Path, cache: str, plan: Plan) -> list[dict[str, 
     cases = [case for case in plan.cases if case[0] == cache]
     turns: dict[tuple[Case, str], list[Turn]] = {}
     try:
-        for case in cases:
-            for _ in range(plan.num_turns):
-                for name, rule in make_rules().items():
-                    turns.setdefault((case, name), []).append(
-                        await measure_rule(llm, gauges, rule, case, plan)
-                    )
+        for case, _ in itertools.product(cases, range(plan.num_turns)):
+            for name, rule in make_rules().items():
+                measured = await measure_rule(llm, gauges, rule, case, plan)
+                turns.setdefault((case, name), []).append(measured)
     finally:
         llm.shutdown(timeout=1.0)
     costs = fit_costs(gauges.iterations)
