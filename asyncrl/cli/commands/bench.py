@@ -69,7 +69,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "concurrency": Benchmark(
         "rollout.concurrency",
-        "Simulate when a replica should take another group, by fixed rules and a controller.",
+        "Simulate when a replica should take another group, by fixed rules and by its own.",
     ),
     "placement": Benchmark(
         "rollout.placement", "Simulate which group goes to which replica's KV cache, by rule and trace."
