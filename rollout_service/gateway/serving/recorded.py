@@ -281,6 +281,7 @@ def build_serving(client: Recorder, rules: Rules, parsers: Parsers) -> dict[str,
     }
     for handler in handlers.values():
         handler.default_sampling_params = {}  # the model's generation_config.json has no say
-        if hasattr(handler, "parser_cls"):
-            handler.parser_cls = read_or_keep(handler.parser_cls, client.counters)
+        for name in ("parser_cls", "parser"):  # of chats; of responses
+            if hasattr(handler, name):
+                setattr(handler, name, read_or_keep(getattr(handler, name), client.counters))
     return {"openai_serving_models": models, **handlers}

@@ -471,3 +471,5 @@ TAKES_BROKEN = {
 """Parsers that take a call without its end for one."""
 LOSES_BROKEN = {"deepseek_v3", "deepseek_v31", "ernie45", "hf", "kimi_k3"}
 """Parsers that show neither a call without its end nor its text: the recorded tokens alone hold it."""
+CHAT_ALONE = {"dots", "hy_v3", "hy_v4", "internlm", "minicpm5", "step3"}
+"""Parsers that look for the tools as chats hold them, and fail at those of a response."""
