@@ -87,7 +87,8 @@ class McpServer:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, CallToolResult
 
-        client = await self._connect()
+        connection = self._connect()
+        client = await asyncio.shield(connection)
         try:
             async with asyncio.timeout(self._timeout_s):
                 result = await client.call_tool(name, dict(arguments))
@@ -96,7 +97,7 @@ class McpServer:
         except Exception as error:  # the SDK's transports raise errors of their own libraries
             if isinstance(error, MCPError) and error.error.code != CONNECTION_CLOSED:
                 raise ToolRefused(error.error.message) from error
-            self._end()
+            self._end(connection)
             raise EnvironmentFailed(
                 f"the MCP server {self._title} ended in a call: {error!r}", kind="died"
             ) from error
@@ -120,7 +121,7 @@ class McpServer:
         except Exception as error:  # whatever the SDK or the server's start raises
             raise ConfigError(f"the MCP server {self._title} lists no tools: {error!r}") from error
 
-    async def _connect(self) -> Client:
+    def _connect(self) -> asyncio.Future[Client]:
         if self._client is None:
             if self._num_ends > 1:
                 raise EnvironmentFailed(
@@ -128,7 +129,7 @@ class McpServer:
                 )
             self._client, self._is_over = asyncio.get_running_loop().create_future(), asyncio.Event()
             self._serving = asyncio.create_task(self._serve(self._client, self._is_over))
-        return await asyncio.shield(self._client)
+        return self._client
 
     async def _serve(self, ready: asyncio.Future[Client], is_over: asyncio.Event) -> None:
         """Hold the connection: the SDK wants it opened and closed by one task."""
@@ -138,7 +139,7 @@ class McpServer:
                 await is_over.wait()
         except Exception as error:  # whatever the SDK or the server's start raises
             if not ready.done():
-                self._end()
+                self._end(ready)
                 what = f"the MCP server {self._title} did not start: {error!r}"
                 ready.set_exception(EnvironmentFailed(what, kind="died"))
 
@@ -155,7 +156,10 @@ class McpServer:
                 target = streamable_http_client(self._url, http_client=http)
             yield await stack.enter_async_context(self._made(target))
 
-    def _end(self) -> None:
+    def _end(self, connection: asyncio.Future[Client]) -> None:
+        """Forget a connection; of all calls that were in flight over it the first one counts its end."""
+        if self._client is not connection:
+            return
         self._num_ends += 1
         self._client = None
         self._is_over.set()

@@ -220,6 +220,20 @@ def test_a_server_that_ends_fails_the_episode_and_is_started_again_once() -> Non
 
 
 @pytest.mark.long
+def test_a_server_that_ends_under_several_calls_has_ended_once() -> None:
+    use = ToolUse([{"mcp": over_streams()}])
+    assert use.tools
+
+    async def work() -> list[str]:
+        dying = (results(begin(use), call("die")) for _ in range(4))
+        ended = await asyncio.gather(*dying, return_exceptions=True)
+        assert all("ended in a call" in str(one) for one in ended), ended
+        return await results(begin(use), call("add", first=1, second=2))
+
+    assert asyncio.run(work()) == ["3"]
+
+
+@pytest.mark.long
 def test_a_server_in_a_sandbox_sees_nothing_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
