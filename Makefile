@@ -10,7 +10,7 @@
 BIN := .venv/bin
 LIST ?= cpu
 STAMP := .venv$(if $(filter sglang agents,$(LIST)),-$(LIST))/.set-up-$(LIST)
-PACKAGES := asyncrl benchmarks configs learner research rollout_service weight_sync
+PACKAGES := asyncrl benchmarks configs learner recipes research rollout_service weight_sync
 ARGS ?=
 WORKERS ?= 3
 # A test that outlasts even its time limit ends the run, and so does one that ends its worker: its name and the
@@ -60,7 +60,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python tools/shape.py $(PACKAGES) tools tests
 	$(BIN)/python tools/untyped.py
-	$(BIN)/python tools/pickles.py $(filter-out benchmarks research,$(PACKAGES)) tools
+	$(BIN)/python tools/pickles.py $(filter-out benchmarks recipes research,$(PACKAGES)) tools
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

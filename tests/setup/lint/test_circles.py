@@ -7,7 +7,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("asyncrl", "benchmarks", "configs", "learner", "research", "rollout_service", "weight_sync")
+PACKAGES = (
+    "asyncrl",
+    "benchmarks",
+    "configs",
+    "learner",
+    "recipes",
+    "research",
+    "rollout_service",
+    "weight_sync",
+)
 
 
 def find_modules(root: Path) -> dict[str, Path]:
