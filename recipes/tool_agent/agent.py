@@ -80,8 +80,5 @@ def work(gateway: str, is_over: threading.Event) -> None:
         while not is_over.is_set():
             try:
                 run_episode(gateway, http, client)
-            except (
-                httpx.HTTPError,
-                openai.APIError,
-            ):  # no gateway yet, or the group of the episode has ended
+            except (httpx.HTTPError, openai.APIError):  # no gateway yet, or the episode has ended
                 is_over.wait(0.5)
