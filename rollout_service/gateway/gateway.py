@@ -23,11 +23,13 @@ from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.status.replica import GatewayStatus
 from rollout_service.engine.protocol import Engine, EngineDied
+from rollout_service.engine.sglang.engine import SglangEngine
 from rollout_service.engine.vllm.engine import VllmEngine
 from rollout_service.engine.vllm.features import ENGINE, Feature, check_features
 from rollout_service.engine.vllm.objects import ServingClient
 from rollout_service.gateway.keys import GatewayKey, read_key
-from rollout_service.gateway.rules import Parsers, Rules
+from rollout_service.gateway.parsers import Parsers
+from rollout_service.gateway.rules import Rules
 from rollout_service.gateway.sessions import SessionManager
 
 if TYPE_CHECKING:
@@ -95,7 +97,7 @@ IDLE_S = 5.0
 
 
 class Llm(Protocol):
-    """Interface of `VllmEngine` that the gateway needs."""
+    """Interface that the gateway needs of `VllmEngine` and `SglangEngine`."""
 
     @property
     def client(self) -> ServingClient: ...
@@ -253,12 +255,12 @@ def build_gateway(
     """Return the gateway of a replica, None if the configuration wants none.
 
     Args:
-        engine: Itself, a `VllmEngine`: the serving classes call vLLM's client.
+        engine: Itself: the serving classes call its client, which is vLLM's over any engine.
     """
     rollout, host = context.config.rollout, context.config.launcher.host or LOOPBACK
     if rollout.gateway is None:
         return None
-    assert isinstance(engine, VllmEngine), "find_conflicts refuses other engines"
+    assert isinstance(engine, VllmEngine | SglangEngine), "find_conflicts refuses other engines"
     port = rollout.gateway.port and rollout.gateway.port + context.index
     parsers = Parsers(rollout.gateway.tool_call_parser, rollout.gateway.reasoning_parser)
     settings = GatewaySettings(host, port, rollout.gateway.session_deadline_s, parsers)

@@ -78,14 +78,6 @@ class Rules:
     is_strict: bool = False
 
 
-@dataclass(frozen=True)
-class Parsers:
-    """Names of vLLM's parsers of answers, None for none: of tool calls and of reasoning."""
-
-    tools: str | None = None
-    reasoning: str | None = None
-
-
 def find_replaced(body: Mapping[str, object], known: Set[str], rules: Rules) -> tuple[str, ...]:
     """Return which of the request's fields the run's values replace, sorted.
 

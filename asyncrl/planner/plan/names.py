@@ -72,6 +72,11 @@ def check_environment_file(config: Config) -> Iterator[str]:
     yield from _refusals("rollout.environment", check, environment)
 
 
+def check_gateway(config: Config) -> Iterator[str]:
+    """Say which parser of the gateway is not known."""
+    yield from function("rollout_service.gateway.parsers:find_problems")(config)
+
+
 def _refusals(key: str, check: Callable[..., object], *arguments: object) -> Iterator[str]:
     """Yield what `check` raises about `arguments`, as a line about `key`."""
     try:

@@ -20,7 +20,7 @@ import numpy as np
 from asyncrl.core.errors import EngineError
 from asyncrl.core.staleness import Span
 from rollout_service.engine.in_flight import CONTROL_DEADLINE_S, LOAD_BYTES_PER_S, InFlightEngine
-from rollout_service.engine.protocol import Completion, Interrupted, Sampling
+from rollout_service.engine.protocol import Completion, EngineDied, Interrupted, Sampling
 from rollout_service.engine.sglang.messages import (
     Abort,
     Generate,
@@ -33,6 +33,7 @@ from rollout_service.engine.sglang.messages import (
     Started,
 )
 from rollout_service.engine.sglang.process import ChildProcess, interpreter
+from rollout_service.engine.vllm.objects import ServingClient
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +52,7 @@ class SglangSettings:
 
     Attributes:
         has_stops: Whether requests may have stop strings: SGLang decodes every response then.
+        serves_agents: Whether the gateway's serving classes ask it, through vLLM's front end.
         engine_args: Further arguments of `ServerArgs`, and `python`, the interpreter of SGLang's environment.
     """
 
@@ -60,6 +62,7 @@ class SglangSettings:
     max_sequences: int
     kv_cache_bytes: int
     has_stops: bool = False
+    serves_agents: bool = False
     recomputes_kv_cache: bool = True
     num_gpus: int = 0
     memory_share: float | None = None
@@ -78,6 +81,21 @@ class SglangEngine(InFlightEngine[int]):
         self._tokenizer = tokenizer
         self._child = ChildProcess(interpreter(settings.engine_args), settings.num_gpus > 0)
         self._pids: list[int] = []
+        self._client: ServingClient | None = None
+
+    @property
+    def client(self) -> ServingClient:
+        """vLLM's front end over SGLang, for its serving classes. Not before `start`."""
+        assert self._client is not None, "the engine was started, and serves agents"
+        return self._client
+
+    def cache_salt(self) -> str | None:
+        """Return nothing: no prefix of another version is found, as none are cached."""
+        return None
+
+    def death(self) -> EngineDied:
+        """Return the error of an engine whose process is gone."""
+        return self._child.death or EngineDied("vLLM's front end over SGLang has ended; its error is above")
 
     async def start(self) -> None:
         """Start SGLang, whose weights are version 0, and warm it up.
@@ -96,6 +114,20 @@ class SglangEngine(InFlightEngine[int]):
         self._pids = [self._child.pid, *started.pids]
         self._is_loaded = True
         await self.generate([0], Sampling(1.0, 2, 0), "warm-up")
+        if self._settings.serves_agents:
+            await self._open_client()
+
+    async def _open_client(self) -> None:
+        from rollout_service.engine.sglang.front_end import open_front_end
+
+        settings = self._settings
+        try:
+            self._client = open_front_end(
+                settings.model, settings.dtype, settings.max_model_tokens, self._child
+            )
+        except BaseException:
+            await self._child.end()
+            raise
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         """Sample one response; cancelling the call aborts the request in the engine."""
@@ -162,6 +194,9 @@ class SglangEngine(InFlightEngine[int]):
         return list(self._pids)
 
     async def shutdown(self) -> None:
+        if self._client is not None:
+            self._client.shutdown()
+            self._client = None
         await self._child.end()
 
 
@@ -175,6 +210,7 @@ def engine_arguments(settings: SglangSettings) -> dict[str, object]:
         "random_seed": settings.seed,
         "skip_tokenizer_init": not settings.has_stops,
         "skip_server_warmup": True,
+        "incremental_streaming_output": True,
         "log_level": "warning",
         # Seeds count in this mode alone. A prefix that older weights computed would be found after a swap.
         "enable_deterministic_inference": True,

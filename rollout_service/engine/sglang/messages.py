@@ -1,7 +1,8 @@
 """Messages between the SGLang adapter and the child process that runs SGLang, and their socket.
 
 A frame is its length in 4 bytes and one message in msgpack; a longer frame than `MAX_FRAME_BYTES` ends the
-connection. Invariant: each `Ask` but `Abort` gets one `Answer` with its number.
+connection. Invariant: each `Ask` but `Abort` gets one `Answer` with its number, behind its parts if
+it is streamed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class Start(_Message):
 
 
 class Generate(_Message):
-    """Sample one response; `prompt_ids` are int32. Beside `stop_ids` the model's own ends stop it."""
+    """Sample one response; `prompt_ids` are int32. Beside `stop_ids` the model's own ends stop it.
+
+    A streamed one is answered in parts, each with the `num_top` most probable tokens beside its tokens.
+    """
 
     prompt_ids: bytes
     temperature: float
@@ -41,6 +45,8 @@ class Generate(_Message):
     ignores_eos: bool
     stop_ids: list[int]
     stop: list[str]
+    is_streamed: bool = False
+    num_top: int = 0
 
 
 class Abort(_Message):
@@ -75,12 +81,17 @@ class Started(_Message):
 
 
 class Generated(_Message):
-    """A response: int32 ids, float32 log-probs, spans as (version, start, end)."""
+    """A response: int32 ids, float32 log-probs, spans as (version, start, end); or the next part of it.
+
+    All parts but the last have no finish reason. `top_ids` and `top_logprobs` are rows of `num_top` each.
+    """
 
     token_ids: bytes
     logprobs: bytes
     spans: list[tuple[int, int, int]]
     finish_reason: str
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
 
 
 class Loaded(_Message):

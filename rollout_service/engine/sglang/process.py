@@ -16,12 +16,12 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from asyncrl.core.errors import EngineError, WireError
 from rollout_service.engine.protocol import EngineDied
-from rollout_service.engine.sglang.messages import Answer, Ask, Channel, Failed
+from rollout_service.engine.sglang.messages import Answer, Ask, Channel, Failed, Generated
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
@@ -56,7 +56,8 @@ class ChildProcess:
         self._folder = ""
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Answer]] = {}
-        self._death: EngineDied | None = None
+        self._takers: dict[int, Callable[[Generated], None]] = {}
+        self.death: EngineDied | None = None
 
     @property
     def pid(self) -> int:
@@ -89,15 +90,23 @@ class ChildProcess:
         """Return the number of the next message."""
         return next(self._numbers)
 
-    async def ask(self, ask: Ask, what: str, within_s: float | None = None) -> Answer:
-        """Return the answer to `ask`; None waits as long as the child lives.
+    async def ask(
+        self,
+        ask: Ask,
+        what: str,
+        within_s: float | None = None,
+        take: Callable[[Generated], None] | None = None,
+    ) -> Answer:
+        """Return the answer to `ask`; None waits as long as the child lives. `take` gets the parts before.
 
         Raises:
             EngineError: The child could not do it, or not in time.
             EngineDied: The child is gone.
         """
-        if self._death is not None:
-            raise self._death
+        if self.death is not None:
+            raise self.death
+        if take is not None:
+            self._takers[ask.number] = take
         answer = self._asked[ask.number] = asyncio.get_running_loop().create_future()
         try:
             self.tell(ask)
@@ -107,6 +116,7 @@ class ChildProcess:
             raise EngineError(f"SGLang did not finish {what} within {within_s:g} s") from error
         finally:
             self._asked.pop(ask.number, None)
+            self._takers.pop(ask.number, None)
         if isinstance(found, Failed):
             raise EngineError(f"SGLang refused {what}: {found.why}")
         return found
@@ -135,7 +145,10 @@ class ChildProcess:
         why = ""
         try:
             while (answer := await channel.receive()) is not None:
-                if (waiting := self._asked.get(answer.number)) is not None and not waiting.done():
+                if isinstance(answer, Generated) and not answer.finish_reason:
+                    if (take := self._takers.get(answer.number)) is not None:
+                        take(answer)
+                elif (waiting := self._asked.get(answer.number)) is not None and not waiting.done():
                     waiting.set_result(answer)
         except WireError as error:
             why = f": {error}"
@@ -152,10 +165,10 @@ class ChildProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _fail(self, error: EngineDied) -> None:
-        self._death = self._death or error
+        self.death = self.death or error
         for waiting in self._asked.values():
             if not waiting.done():
-                waiting.set_exception(self._death)
+                waiting.set_exception(self.death)
 
 
 def interpreter(engine_args: Mapping[str, object]) -> Path:

@@ -28,6 +28,7 @@ class SglangVariant(EngineVariant):
                 max_sequences=rollout.max_sequences,
                 kv_cache_bytes=rollout.kv_cache_bytes,
                 has_stops=bool(rollout.stop),
+                serves_agents=rollout.gateway is not None,
                 recomputes_kv_cache=rollout.kv_cache == "recompute",
                 num_gpus=math.ceil(rollout.gpus),
                 memory_share=memory_share(rollout.gpus),
@@ -53,6 +54,7 @@ OWNED_ARGS = {
     "max_running_requests": "it is rollout.max_sequences",
     "disable_radix_cache": "prefixes of older weights would be found after a swap",
     "enable_deterministic_inference": "seeds count in this mode alone",
+    "incremental_streaming_output": "the gateway reads answers in parts",
     **dict.fromkeys(
         ("tp_size", "pp_size", "dp_size", "ep_size", "nnodes", "node_rank", "device", "base_gpu_id"),
         "a replica is one engine on rollout.gpus",
@@ -74,6 +76,7 @@ OWNED_ARGS = {
 VARIANT = SglangVariant(
     "SGLang",
     loads_model=True,
+    has_gateway=True,
     owned_args=OWNED_ARGS,
     owned_args_on_cpu={
         "max_total_tokens": "it is rollout.kv_cache_bytes",

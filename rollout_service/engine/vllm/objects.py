@@ -96,6 +96,9 @@ class ServingClient(Protocol):
     async def abort(self, request_id: list[str], /) -> None:
         """End requests."""
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the engine core."""
+
 
 class AsyncLLM(ServingClient, Protocol):
     """The client of an engine, with what steers it."""
@@ -113,8 +116,6 @@ class AsyncLLM(ServingClient, Protocol):
     def finish_weight_update(self) -> Awaitable[object]: ...
 
     def collective_rpc(self, method: str, /) -> Awaitable[object]: ...
-
-    def shutdown(self, *, timeout: float) -> None: ...
 
     logger_manager: LoggerManager
 

@@ -27,9 +27,10 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from asyncrl.core.errors import ConfigError
 from rollout_service.gateway.conversation.history import Step, asked_in_chat, asked_in_completion
 from rollout_service.gateway.conversation.session import Call
+from rollout_service.gateway.parsers import Parsers
 from rollout_service.gateway.recorder import Recorder, RenderedPrompt
 from rollout_service.gateway.refusal import Refusal
-from rollout_service.gateway.rules import Parsers, Rules, room_of
+from rollout_service.gateway.rules import Rules, room_of
 
 MODEL = "policy"
 """Name of the model that clients read; they may ask for it by any."""

@@ -488,6 +488,12 @@ def test_too_many_cpus_are_refused_with_what_there_is(good: dict[str, Any]) -> N
     assert "this machine has" in line
 
 
+def test_a_parser_that_is_not_known_is_refused(good: dict[str, Any]) -> None:
+    good["rollout"]["gateway"] = {"tool_call_parser": "hermess"}
+    (line,) = problems_of(good)
+    assert line.startswith("rollout.gateway.tool_call_parser: vLLM has no 'hermess', perhaps hermes; it has ")
+
+
 def test_a_port_in_use_is_refused(good: dict[str, Any]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""A replica with the real vLLM and its gateway, a buffer, and a learner that takes what agents made."""
+"""A replica with a real engine and its gateway, a buffer, and a learner that takes what agents made."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
@@ -24,6 +25,8 @@ from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.metered import MeteredEngine
+from rollout_service.engine.sglang.engine import SglangEngine, SglangSettings
+from rollout_service.engine.sglang.process import PYTHON
 from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from rollout_service.gateway.gateway import Gateway, build_gateway
 from rollout_service.replica.parts import ReplicaParts, ReplicaSettings
@@ -40,6 +43,16 @@ EOS = 2
 END_PROBABILITY, NO_END_PROBABILITY = 0.05, 1e-7
 QUESTION = "Wie geht es Dir?"
 CALL_S = 60.0
+ON_SGLANG = pytest.param(
+    "sglang",
+    marks=[
+        pytest.mark.long,
+        pytest.mark.timeout(900),
+        pytest.mark.skipif(not PYTHON.exists(), reason="SGLang is not there: make setup LIST=sglang"),
+    ],
+)
+ENGINES = ["vllm", ON_SGLANG]
+"""Engines that a stage may have."""
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools[0]['function']['name'] }}<|im_end|>\n{% endif %}"
     + CHAT_TEMPLATE
@@ -75,17 +88,24 @@ def make_text_folder(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Served:
-    """Model of a stage: its folder, its weights for a seed, its limits and the gateway's settings."""
+    """Model of a stage: its folder, its weights for a seed, its limits, its gateway, its engine."""
 
     make_folder: Callable[[Path], Path] = make_text_folder
     make_model: Callable[[Path, int, bool], Qwen3ForCausalLM] = make_text_model
     max_prompt_tokens: int = MAX_PROMPT_TOKENS
     max_tokens: int = MAX_TOKENS
     gateway: Mapping[str, object] = field(default_factory=dict)
+    engine: str = "vllm"
 
     @property
     def length(self) -> int:
         return self.max_prompt_tokens + self.max_tokens
+
+    def make_engine(self, folder: Path) -> VllmEngine | SglangEngine:
+        if self.engine == "vllm":
+            return VllmEngine(VllmSettings(str(folder), "float32", self.length, 16, 64 << 20))
+        settings = SglangSettings(str(folder), "float32", self.length, 16, 64 << 20, serves_agents=True)
+        return SglangEngine(settings, build_tokenizer())
 
 
 @dataclass
@@ -180,7 +200,7 @@ class Agent:
 def open_gateway_stage(
     folder: Path, deadline_s: float = 120.0, served: Served | None = None
 ) -> Iterator[Stage]:
-    """A buffer, and a replica with vLLM and a gateway that serves version 1."""
+    """A buffer, and a replica with an engine and a gateway that serves version 1."""
     served = served or Served()
     model_folder, data = served.make_folder(folder / "model"), folder / "train.jsonl"
     prompt = [{"role": "user", "content": QUESTION}]
@@ -209,7 +229,7 @@ def open_gateway_stage(
         prompts = load_prompts(data, build_tokenizer(), served.max_prompt_tokens)
 
         async def build() -> ReplicaParts:
-            engine = VllmEngine(VllmSettings(str(model_folder), "float32", served.length, 16, 64 << 20))
+            engine = served.make_engine(model_folder)
             metered = MeteredEngine(engine, SystemClock())
             context = ServiceContext(config, "rollout.0", folder / "run", "test")
             gateway = build_gateway(context, prompts, engine, metered)

@@ -1,4 +1,4 @@
-"""The gateway under OpenAI's own client, with the real vLLM: what a client saw is what is trained."""
+"""The gateway under OpenAI's own client, with the real engines: what a client saw is what is trained."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ from rollout_service.gateway.keys import GatewayKey
 from rollout_service.tasks.tiny_text import build_tokenizer
 from tests.docs.pages import YOUR_OWN, write_files
 from tests.rollout.engine.engine_parts import logprobs_of
-from tests.rollout.gateway.gateway_parts import EOS, QUESTION, Agent, Stage, open_gateway_stage
+from tests.rollout.gateway.gateway_parts import (
+    ENGINES,
+    EOS,
+    QUESTION,
+    Agent,
+    Served,
+    Stage,
+    open_gateway_stage,
+)
 from tests.waiting import wait_for
 
 TOLERANCE = 1e-4
@@ -34,9 +42,10 @@ MORE = {"role": "user", "content": "Und sonst?"}
 OTHER = {"role": "user", "content": "Was noch?"}
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with open_gateway_stage(tmp_path_factory.mktemp("gateway")) as stage:
+@pytest.fixture(scope="module", params=ENGINES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    engine = Served(engine=request.param)
+    with open_gateway_stage(tmp_path_factory.mktemp("gateway"), served=engine) as stage:
         yield stage
 
 

@@ -17,6 +17,7 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.service import ServiceContext
 from rollout_service.data.prompts import PromptSet
 from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
+from rollout_service.gateway import parsers
 from rollout_service.gateway.conversation.branches import Branch
 from rollout_service.gateway.conversation.history import (
     Asked,
@@ -29,6 +30,7 @@ from rollout_service.gateway.conversation.history import (
 )
 from rollout_service.gateway.conversation.transcript import Turn
 from rollout_service.gateway.gateway import build_gateway
+from rollout_service.gateway.parsers import find_problems
 from rollout_service.gateway.refusal import Refusal
 from rollout_service.gateway.rules import Rules, find_replaced
 from rollout_service.gateway.serving.recorded import StreamedMessage
@@ -248,6 +250,26 @@ def test_a_replicas_gateway_is_as_strict_as_its_configuration(tmp_path: Path, is
     engine: Any = VllmEngine(VllmSettings("m", "float32", 8, 1, 1 << 20))
     built = build_gateway(context, PromptSet((), "digest"), engine, meter=engine)
     assert built is not None and built.manager.rules.is_strict is is_strict
+
+
+def test_a_parser_that_vllm_lacks_is_named_with_those_that_it_has(monkeypatch: pytest.MonkeyPatch):
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    def problems(engine: str, **gateway: str) -> list[str]:
+        base = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}}
+        return [*find_problems(Config(**base, rollout={"engine": engine, "gateway": gateway}))]
+
+    for key, known in (
+        ("tool_call_parser", sorted(ToolParserManager.list_registered())),
+        ("reasoning_parser", sorted(ReasoningParserManager.list_registered())),
+    ):
+        assert len(known) > 30 and [problems("vllm", **{key: name}) for name in known] == [[]] * len(known)
+        told = f"rollout.gateway.{key}: vLLM has no {known[0] + 'x'!r}, perhaps {known[0]}; it has "
+        assert problems("sglang", **{key: known[0] + "x"}) == [told + ", ".join(known)]
+    monkeypatch.setattr(parsers, "find_spec", lambda name: None)
+    (told,) = problems("sglang")
+    assert "vLLM, whose forms and parsers" in told and "is not installed" in told
 
 
 def test_the_rows_count_replaced_parameters_of_all_replicas_and_of_replicas_that_were_replaced():

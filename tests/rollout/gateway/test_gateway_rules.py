@@ -29,8 +29,9 @@ from rollout_service.gateway.conversation.session import Session
 from rollout_service.gateway.conversation.transcript import Transcript, Turn, common_prompt
 from rollout_service.gateway.gateway import Gateway, GatewaySettings
 from rollout_service.gateway.keys import VARIABLE, GatewayKey, read_key
+from rollout_service.gateway.parsers import Parsers
 from rollout_service.gateway.refusal import EpisodeFailed, NobodyCame, Refusal
-from rollout_service.gateway.rules import Parsers, Rules
+from rollout_service.gateway.rules import Rules
 from rollout_service.gateway.serving.apis import Serving
 from rollout_service.gateway.sessions import SessionManager
 

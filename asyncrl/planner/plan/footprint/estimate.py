@@ -62,6 +62,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     names.check_imports,
     names.check_reward_files,
     names.check_environment_file,
+    names.check_gateway,
     lambda config: check_resources(config, machine.count_replicas(config)),
     machine.check_limits,
     machine.check_host,

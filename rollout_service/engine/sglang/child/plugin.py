@@ -1,4 +1,4 @@
-"""asyncrl's plugin of SGLang, called in each of its processes: staged loads, whole aborts, seeds on a CPU.
+"""asyncrl's plugin of SGLang, called in each of its processes: loads, whole aborts, versions, CPU seeds.
 
 Invariant: an SGLang that no adapter of asyncrl has started is left as it is.
 """
@@ -14,9 +14,11 @@ from rollout_service.engine.sglang.messages import LOAD_REQUEST
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
 
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
 ABORT = "sglang.srt.managers.scheduler.Scheduler.send_abort_output"
+STREAM = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept"
 UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 
@@ -29,6 +31,7 @@ def register() -> None:
     from rollout_service.engine.sglang.child.loading import load_staged
 
     HookRegistry.register(ABORT, _abort_with_tokens, HookType.AROUND)
+    HookRegistry.register(STREAM, _accept_with_versions, HookType.AROUND)
     HookRegistry.register(f"{UPDATE}.update_weights_from_disk", load_staged, HookType.AROUND)
     if os.environ.get(ON_CPU) == "1":
         _allow_seeds_on_cpu()
@@ -45,6 +48,19 @@ def _abort_with_tokens(
         scheduler.output_streamer.stream_output([request], request.return_logprob)
     else:
         abort(scheduler, message, request)
+
+
+def _accept_with_versions(
+    accept: Callable[..., None], parts: _GenerationStreamAccumulator, *, req: Req
+) -> None:
+    """Label each part of a streamed request; SGLang tells the versions at its end alone."""
+    from sglang.srt.utils.weight_versions import compute_weight_version_spans
+
+    accept(parts, req=req)
+    if req.stream and parts.output_reqs and parts.output_reqs[-1] is req:
+        parts.weight_versions[-1] = compute_weight_version_spans(
+            req.weight_version_events, parts.current_weight_version, len(req.output_ids_through_stop)
+        )
 
 
 def _allow_seeds_on_cpu() -> None:

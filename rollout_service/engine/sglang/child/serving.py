@@ -39,7 +39,7 @@ from rollout_service.engine.sglang.messages import (
     write_request,
 )
 
-UNLOADED = "0"
+UNLOADED, ID_BYTES = "0", 4
 Asked = Generate | Abort | Pause | Load | Resume
 """Once SGLang has started."""
 
@@ -129,18 +129,24 @@ class Serving:
                 "stop": ask.stop,
             },
             return_logprob=True,
+            stream=ask.is_streamed,
+            top_logprobs_num=ask.num_top,
         )
         try:
             async with self._turn:
                 await self._turn.wait_for(lambda: not self._is_paused or ask.number in self._aborted)
             if ask.number in self._aborted:
                 return Generated(ask.number, b"", b"", [], "abort")
-            async for output in self._manager.generate_request(request, None):
-                result = output
+            num_sent = 0
+            async for told in self._manager.generate_request(request, None):
+                result = read_result(ask.number, told, num_sent)
+                if isinstance(result, Generated) and not result.finish_reason:
+                    num_sent += len(result.token_ids) // ID_BYTES
+                    self._channel.send(result)
         finally:
             self._requests.discard(ask.number)
             self._aborted.discard(ask.number)
-        return read_result(ask.number, result)
+        return result
 
     async def _abort(self, numbers: list[int]) -> None:
         known = self._requests.intersection(numbers)
@@ -171,31 +177,42 @@ class _Span(msgspec.Struct):
 
 
 class _Meta(msgspec.Struct):
-    finish_reason: _Finish
+    finish_reason: _Finish | None
     output_token_logprobs: list[tuple[float, int, object]] | None = None
+    output_top_logprobs: list[list[tuple[float, int, object]] | None] | None = None
     weight_versions: list[_Span] | None = None
 
 
 class _Result(msgspec.Struct):
-    """What is read of a final result of SGLang's."""
+    """What is read of a result of SGLang's, or of the next part of one."""
 
     meta_info: _Meta
     output_ids: list[int]
 
 
-def read_result(number: int, told: object) -> Answer:
-    """Return a final result as an answer; a request that SGLang ended for a reason of its own failed."""
+def read_result(number: int, told: object, num_before: int = 0) -> Answer:
+    """Return a result as an answer; a request that SGLang ended for a reason of its own failed.
+
+    Args:
+        num_before: Tokens that earlier parts had; the spans alone count them.
+    """
     result = msgspec.convert(told, _Result)
     meta, finish = result.meta_info, result.meta_info.finish_reason
-    if finish.type == "abort" and finish.status_code is not None:
+    if finish is not None and finish.type == "abort" and finish.status_code is not None:
         return Failed(number, str(finish.message))
     logprobs = [value for value, *_ in meta.output_token_logprobs or ()]
     ids = result.output_ids[: len(logprobs)]
-    spans = [(int(span.version), span.start, min(span.end, len(ids))) for span in meta.weight_versions or ()]
+    spans = [
+        (int(span.version), max(span.start - num_before, 0), min(span.end - num_before, len(ids)))
+        for span in meta.weight_versions or ()
+    ]
+    top = [one for row in (meta.output_top_logprobs or ())[: len(ids)] for one in row or ()]
     return Generated(
         number,
         np.asarray(ids, np.int32).tobytes(),
         np.asarray(logprobs[: len(ids)], np.float32).tobytes(),
         [span for span in spans if span[1] < span[2]],
-        finish.type,
+        finish.type if finish is not None else "",
+        np.asarray([token for _, token, _ in top], np.int32).tobytes(),
+        np.asarray([value for value, *_ in top], np.float32).tobytes(),
     )
