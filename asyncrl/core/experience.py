@@ -102,13 +102,9 @@ class Group:
         return self.forked or range(len(self.trajectories))
 
     @property
-    def num_response_tokens(self) -> int:
-        return sum(trajectory.num_tokens for trajectory in self.trajectories)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens that the learner computes on: the prompt counts once per trajectory."""
-        return self.num_response_tokens + len(self.prompt_ids) * len(self.trajectories)
+        return sum(len(self.prompt_ids) + trajectory.num_tokens for trajectory in self.trajectories)
 
     @property
     def longest_row(self) -> int:
@@ -126,7 +122,6 @@ class Group:
 
     @property
     def episode_rewards(self) -> list[float]:
-        """Reward of each sample, once."""
         return list(dict(zip(self.samples, self.rewards, strict=True)).values())
 
     @property

@@ -77,12 +77,17 @@ class StickyLedger(Ledger):
 
     homes: Mapping[str, int]
 
-    def _choose(self, replica: str, version: int, oldest: Ticket, position: int, now: float) -> Ticket:
-        found = super()._choose(replica, version, oldest, position, now)  # issues ahead
+    def _choose(
+        self, replica: str, version: int, oldest: Ticket, position: int, served_step: int, now: float
+    ) -> tuple[Ticket, int]:
+        found = super()._choose(replica, version, oldest, position, served_step, now)  # issues ahead
+        if not found[0].is_new:
+            return found
         near = sorted(self.state.issued_heap)[:16]
         home, num_homes = self.homes.get(replica, 0), max(1, len(self.homes))
-        mine = (one for one in near if self.state.tickets[one].source % num_homes == home)
-        return self.state.tickets[next(mine, near[0])] if found.is_new else found
+        mine = (place for place, one in enumerate(near) if self.state.tickets[one].source % num_homes == home)
+        older = next(mine, 0)
+        return self.state.tickets[near[older]], self.state.next_positions(older)[1]
 
 
 @dataclass
