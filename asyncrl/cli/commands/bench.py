@@ -74,6 +74,10 @@ BENCHMARKS: dict[str, Benchmark] = {
     "placement": Benchmark(
         "rollout.placement", "Simulate which group goes to which replica's KV cache, by rule and trace."
     ),
+    "gateway": Benchmark(
+        "rollout.gateway.overhead",
+        "Measure the gateway beside vLLM's own server, and a killed replica's turns.",
+    ),
     "weight_sync_publish": Benchmark(
         "weight_sync.publish", "Measure how long a learner stands still to publish."
     ),

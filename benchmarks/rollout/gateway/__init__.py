@@ -1,0 +1,1 @@
+"""The gateway beside vLLM's own server, on one engine."""
