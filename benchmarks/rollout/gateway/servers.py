@@ -30,7 +30,8 @@ from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from rollout_service.engine.vllm.environment import prepare_environment
 from rollout_service.gateway.gateway import LOOPBACK, Gateway, GatewaySettings
 from rollout_service.gateway.keys import GatewayKey
-from rollout_service.gateway.rules import Parsers, Rules
+from rollout_service.gateway.parsers import Parsers
+from rollout_service.gateway.rules import Rules
 from rollout_service.tasks.tiny_text import build_tokenizer, make_folder
 
 MODEL_TOKENS, PROMPT_TOKENS = 4096, 1024

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -149,7 +149,7 @@ class SglangCore:
         finally:
             del self._numbers[request.request_id]
 
-    def _put(self, request: EngineCoreRequest, answer: Any) -> None:
+    def _put(self, request: EngineCoreRequest, answer: object) -> None:
         assert isinstance(answer, Generated)
         for outputs in _outputs_of(request, answer):
             self._outputs.put_nowait(outputs)

@@ -140,16 +140,19 @@ class ChildProcess:
             await asyncio.to_thread(self._process.wait, END_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _hand_out(self, answer: Answer) -> None:
+        if isinstance(answer, Generated) and not answer.finish_reason:
+            if (take := self._takers.get(answer.number)) is not None:
+                take(answer)
+        elif (waiting := self._asked.get(answer.number)) is not None and not waiting.done():
+            waiting.set_result(answer)
+
     async def _read(self, channel: Channel[Answer]) -> None:
         """Hand out the answers until the child is gone, or says what is none."""
         why = ""
         try:
             while (answer := await channel.receive()) is not None:
-                if isinstance(answer, Generated) and not answer.finish_reason:
-                    if (take := self._takers.get(answer.number)) is not None:
-                        take(answer)
-                elif (waiting := self._asked.get(answer.number)) is not None and not waiting.done():
-                    waiting.set_result(answer)
+                self._hand_out(answer)
         except WireError as error:
             why = f": {error}"
         assert self._process is not None, "the child was started"
