@@ -34,7 +34,8 @@ from rollout_service.engine.protocol import EngineDied
 from rollout_service.engine.scripted.engine import ScriptedEngine
 from rollout_service.gateway.gateway import Gateway, GatewaySettings
 from rollout_service.gateway.keys import read_key
-from rollout_service.gateway.rules import Parsers, Rules
+from rollout_service.gateway.parsers import Parsers
+from rollout_service.gateway.rules import Rules
 
 LOGPROB, VERSION, MAX_TOKENS = -0.5, "1", 3_000
 GRANT = LeaseGrant(ticket=5, attempt=1, source=0, pass_number=0, index=0, seed=0, lease_s=60.0)

@@ -19,7 +19,7 @@ from vllm.parser import ParserManager
 from vllm.tool_parsers import ToolParserManager
 
 from asyncrl.core.experience import Group
-from rollout_service.gateway.rules import Parsers
+from rollout_service.gateway.parsers import Parsers
 from rollout_service.tasks.tiny_text import build_tokenizer, make_folder
 from tests.rollout.gateway.families.formats import (
     BREAKS_STREAMS,

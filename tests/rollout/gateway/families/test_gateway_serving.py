@@ -10,7 +10,7 @@ import openai
 import pytest
 from vllm.config import VllmConfig
 
-from rollout_service.gateway.rules import Parsers
+from rollout_service.gateway.parsers import Parsers
 from rollout_service.tasks.tiny_text import build_tokenizer, make_folder
 from tests.rollout.gateway.families.formats import FORMATS, Answer
 from tests.rollout.gateway.families.scripted_vllm import (
