@@ -28,7 +28,7 @@ from benchmarks.rollout.gateway.agents import Load, run_agents
 from benchmarks.rollout.gateway.recovery import measure_recovery
 from benchmarks.rollout.gateway.servers import Setting, make_model, run_gateway, run_vllm
 from benchmarks.weight_sync.peers.peers import FRESH, Peer
-from rollout_service.engine.scripted.variant import TOKENS_PER_S
+from rollout_service.engine.protocol import engine_variant
 
 MIN_SHARE = 0.9
 SESSIONS = (1, 16, 64)
@@ -63,7 +63,7 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 def _compare(engine: str, folder: Path, plan: Plan) -> Iterator[dict[str, Any]]:
     """Yield the figures of both servers by load."""
-    setting = Setting(folder, engine == SCRIPTED, TOKENS_PER_S)
+    setting = Setting(folder, engine == SCRIPTED, engine_variant(SCRIPTED).tokens_per_s or 0.0)
     with contextlib.ExitStack() as opened:
         agents = opened.enter_context(contextlib.closing(Peer("agents", run_agents)))
         peers = {
