@@ -2,11 +2,9 @@
 
 A group travels as one msgpack header and columnar little-endian arrays. `outline_group` checks
 everything about them, in whole columns; `decode_group` does too, and cuts them into trajectories.
-Invariant: a group that comes out of either is well formed. Nothing is copied: arrays are read-only
-views of the frames.
+Invariant: a group from either is well formed. Nothing is copied: arrays are read-only views of frames.
 
-Shapes: P prompt tokens, T response tokens of one trajectory, N response tokens of the group,
-G trajectories, S spans.
+Shapes: P prompt tokens, T and N response tokens of a trajectory and of the group, G trajectories, S spans.
 """
 
 from __future__ import annotations
@@ -52,8 +50,7 @@ class Trajectory:
         spans: Version that sampled each range of tokens, covering 0..T.
         reward: The episode's reward.
         finish_reason: `stop` (end of sequence or a stop string), `length` (cut at the token limit), `turns`
-            (cut at the environment's limit of turns) or `done` (the environment ended it); `UNFINISHED` in
-            partial rollouts.
+            (at the limit of turns) or `done` (the environment ended it); `UNFINISHED` in partial rollouts.
         reward_parts: Parts of the reward by name, before weighting; empty if the reward has none.
         num_turns: Number of the model's turns, from 1.
         reason: Reason of a reward of 0 or less, as far as it is known: a `Reason`, or the reward's own words.
@@ -83,10 +80,9 @@ class Group:
         attempt: Number of the ticket's attempt that made it.
         prompt_ids: int32 [P].
         trajectories: G of them, in sample order.
-        forked: Sample of each trajectory, where an episode has several: those of a fork have the tokens
-            before it once more, with loss mask 0, and the reward of the episode. Empty if none has.
-        baseline_reward: Reward of a greedy answer to the same prompt, which is not among the trajectories;
-            None if none was requested.
+        forked: Sample of each trajectory, empty if all have one: a fork has the tokens before it once more,
+            with loss mask 0, and the reward of the episode.
+        baseline_reward: Reward of a greedy answer to the prompt, which is no trajectory; None without one.
     """
 
     ticket: int
@@ -102,9 +98,13 @@ class Group:
         return self.forked or range(len(self.trajectories))
 
     @property
+    def num_response_tokens(self) -> int:
+        return sum(trajectory.num_tokens for trajectory in self.trajectories)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that the learner computes on: the prompt counts once per trajectory."""
-        return sum(len(self.prompt_ids) + trajectory.num_tokens for trajectory in self.trajectories)
+        return self.num_response_tokens + len(self.prompt_ids) * len(self.trajectories)
 
     @property
     def longest_row(self) -> int:

@@ -41,7 +41,7 @@ OF_ROWS, OF_RUN, OF_VERL = "a file of rows", "metrics.jsonl of a run", "a log of
 NOT_FIGURES = re.compile(
     r"time|training/(global_step|epoch|is_first_after_start)|checkpoint/skipped|record/lost_steps|gateway/.+"
     r"|guard/(?!lr_scale$|is_kl_off$).+|(buffer/(dropped|placed)|metrics/sink_dropped)/.+"
-    r"|rollout/(reward_errors|rewards)/.+|perf/rollout_preemptions"
+    r"|rollout/(reward_errors|rewards)/.+|perf/rollout_(preemptions|limit/.+)"
     r"|weights/(version|published|bytes_(sent|copied|mapped)|maps_failed|rounds|rounds_failed|failed/.+"
     r"|culprits|deferred|skipped"
     r"|missed_swaps|failed_loads)"

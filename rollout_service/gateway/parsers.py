@@ -28,9 +28,10 @@ class Parsers:
 
 def find_problems(config: Config) -> Iterator[str]:
     """Yield which parser of the gateway vLLM does not have, and that there is no vLLM at all."""
-    gateway, vllm = config.rollout.gateway, find_spec("vllm")
+    gateway = config.rollout.gateway
     if gateway is None:
         return
+    vllm = find_spec("vllm")
     if vllm is None or not vllm.submodule_search_locations:
         yield "rollout.gateway: vLLM, whose forms and parsers it has with any engine, is not installed"
         return

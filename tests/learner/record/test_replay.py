@@ -102,9 +102,7 @@ def test_the_record_goes_as_far_back_as_the_oldest_checkpoint_that_is_kept(recor
     assert batch_store.steps() == [4, 5, 6]
     # A response token takes nine bytes and a prompt token four; the rest is of the step and the groups.
     groups = [group for step in batch_store.steps() for group in batch_store.read(step, 0).groups]
-    tokens = sum(
-        9 * sum(one.num_tokens for one in group.trajectories) + 4 * len(group.prompt_ids) for group in groups
-    )
+    tokens = sum(9 * group.num_response_tokens + 4 * len(group.prompt_ids) for group in groups)
     assert tokens < batch_store.num_bytes() < tokens + 3 * 8000
 
 

@@ -96,6 +96,7 @@ def watched_names() -> set[str]:
     status |= {"reward_parts": {"gsm8k": [1, 1.0]}, "reward_errors": {"raised": 1}}
     status |= {"overridden": {"temperature": 1}, "reward_sources": {"gsm8k": {"wrong": 1}}}
     status |= {"cache": {"prompt_tokens": 2, "cached_tokens": 1, "preemptions": 1, "usage": 0.5}}
+    status |= {"limit": {"places": 3, "bound": 4, "change": "cut"}, "counters": {"limit/cut": 1}}
     buffer = {"counters": {"placed/hit": 1}}
     syncing = {
         "weight_sync.0": {

@@ -101,6 +101,6 @@ def test_what_names_no_engine_is_refused_with_those_that_there_are(
 
 
 def test_a_gateway_needs_engines_that_all_have_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigProblems, match=r"rollout\.engine: sglang has no gateway") as caught:
-        read(tmp_path, "{}", MIXED, "rollout.gateway={port: 0}")
+    with pytest.raises(ConfigProblems, match=r"rollout\.engine: scripted has no gateway") as caught:
+        read(tmp_path, "{}", "rollout.engine=[sglang, scripted, vllm]", "rollout.gateway={port: 0}")
     assert len(caught.value.problems) == 1
