@@ -93,7 +93,7 @@ def test_a_command_that_needs_a_run_s_packages_says_what_to_install(
         (("plan", "--schema"), '"prefix_caching"'),
         (
             ("plan", "cluster.yaml", "--simulate", "--rates", "H100", "--set", "rollout.replicas=65"),
-            "learner idle",
+            "The learner is the bottleneck",
         ),
         (("doctor",), "python"),
         (("status",), ""),
