@@ -183,7 +183,7 @@ def _outputs_of(request: EngineCoreRequest, answer: Generated) -> Iterator[Engin
     end = answer.finish_reason
     if not len(ids_T) == len(logprobs_T) == spans[-1][2]:
         log.warning("SGLang gave no version or log-prob for each token of request %s", request.request_id)
-        spans, end = [(None, 0, 0)], "error"
+        ids_T, spans, end = ids_T[:0], [(None, 0, 0)], "error"
     lists = LogprobsLists(
         np.column_stack([ids_T, np.frombuffer(answer.top_ids, np.int32).reshape(len(ids_T), -1)]),
         np.column_stack([logprobs_T, np.frombuffer(answer.top_logprobs, np.float32).reshape(len(ids_T), -1)]),

@@ -59,7 +59,7 @@ class McpServer:
         if bool(command) == bool(url) or isinstance(command, str) or timeout_s <= 0:
             raise ConfigError("an MCP server needs a 'command' (a list) or a 'url', and a timeout_s above 0")
         if key_env and not url:
-            raise ConfigError("an MCP server's key_env is of its 'url'")
+            raise ConfigError("an MCP server's key_env needs a 'url': one with a command gets env")
         if missing := [name for name in (*env, *filter(None, [key_env])) if name not in os.environ]:
             raise ConfigError(f"the MCP server wants {', '.join(missing)}, not set in the environment")
         self._made, self._timeout_s = Client, timeout_s

@@ -256,7 +256,7 @@ def test_a_server_in_a_sandbox_sees_nothing_of_the_machine(
         ({"command": "x y"}, "'command' .a list. or a 'url'"),
         ({"command": ["x"], "env": ["NO_SUCH"]}, "NO_SUCH, not set"),
         ({"url": "http://x", "key_env": "NO_SUCH"}, "NO_SUCH, not set"),
-        ({"command": ["x"], "key_env": "HOME"}, "key_env is of its 'url'"),
+        ({"command": ["x"], "key_env": "HOME"}, "key_env needs a 'url'"),
         ({"command": ["x"], "seconds": 1}, "does not take"),
         ({"command": ["/bin/false"]}, "lists no tools"),
         ({"command": ["/no/such/program"]}, "lists no tools"),
