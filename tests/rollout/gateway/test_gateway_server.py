@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from rollout_service.gateway import server
+from rollout_service.gateway.gateway import LOOPBACK, _listen
 from rollout_service.gateway.server import make_server
 from rollout_service.gateway.sessions import SessionManager
 from tests.rollout.gateway.test_gateway_rules import GRANT, make_app, make_desk
@@ -151,3 +152,22 @@ def test_who_has_shown_the_key_of_a_session_is_no_stranger() -> None:
         group.cancel()
 
     serve(script)
+
+
+def test_connections_send_small_answers_at_once():
+    async def run() -> int:
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            option = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            found.set_result(option)
+            writer.close()
+
+        listener = _listen(LOOPBACK, 0)
+        serving = await asyncio.start_server(accept, sock=listener)
+        async with serving, asyncio.timeout(10.0):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.close()
+            return await found
+
+    assert asyncio.run(run())
