@@ -351,6 +351,12 @@ def running_cluster(**kwargs: Any) -> Iterator[Cluster]:
         cluster.close()
 
 
+def files_under(folder: Path) -> list[Path]:
+    """The files under `folder`, by name; what is removed meanwhile does not count."""
+    found = (Path(parent) / name for parent, _, names in os.walk(folder) for name in names)
+    return sorted(path for path in found if path.is_file())
+
+
 def wait_until(is_true: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
     """Wait for a condition, by deadline.
 

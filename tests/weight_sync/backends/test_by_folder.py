@@ -9,14 +9,24 @@ from pathlib import Path
 import pytest
 
 from asyncrl.core.staleness import PolicyVersion
-from tests.weight_sync.cluster import HASTY, Cluster, Fault, load, model, running_cluster, take, wait_until
+from tests.weight_sync.cluster import (
+    HASTY,
+    Cluster,
+    Fault,
+    files_under,
+    load,
+    model,
+    running_cluster,
+    take,
+    wait_until,
+)
 from weight_sync.publisher_client import PublisherClient
 
 
 def objects(folder: Path) -> dict[str, list[Path]]:
     """Return the stored objects by version."""
     found: dict[str, list[Path]] = {}
-    for path in sorted(folder.glob("asyncrl-*/*/*/*")):
+    for path in (path for path in files_under(folder) if path.match("asyncrl-*/*/*/*")):
         found.setdefault(path.parent.name, []).append(path)
     return found
 

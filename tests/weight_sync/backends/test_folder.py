@@ -21,7 +21,7 @@ from asyncrl.core.files.private import make_secret
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.planner.plan import choose_backend
 from asyncrl.planner.plan.checks import check_folder
-from tests.weight_sync.cluster import WAIT_S, wait_until
+from tests.weight_sync.cluster import WAIT_S, files_under, wait_until
 from weight_sync.backends import folder as folder_module
 from weight_sync.backends.contract import DigestMismatch, Group
 from weight_sync.backends.folder import FolderTransport, Shelf
@@ -71,10 +71,6 @@ def ends(tmp_path: Path) -> Ends:
     return Ends(f"file://{tmp_path}/shared")
 
 
-def objects(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
 @pytest.mark.parametrize("url", ["file://{}/shared", "memory://{}/shared"])
 def test_every_reader_reads_every_bucket_whatever_the_order(url: str, tmp_path: Path) -> None:
     ends = Ends(url.format(tmp_path))
@@ -82,12 +78,12 @@ def test_every_reader_reads_every_bucket_whatever_the_order(url: str, tmp_path: 
     for value in (3, 1, 2, 1):
         assert torch.equal(ends.read(value), bucket_of(value))
     ends.shelf.close()
-    assert not objects(tmp_path)
+    assert not files_under(tmp_path)
 
 
 def test_who_reads_the_folder_learns_no_weight_and_no_digest(ends: Ends, tmp_path: Path) -> None:
     ends.store_buckets(7)
-    (path,) = objects(tmp_path)
+    (path,) = files_under(tmp_path)
     assert bytes([7] * 16) not in path.read_bytes() and "digest" not in str(path.relative_to(tmp_path))
     assert path.stat().st_mode & 0o077 == 0 or path.parents[2].stat().st_mode & 0o077 == 0
 
@@ -119,7 +115,7 @@ def test_an_object_that_is_not_the_one_that_was_stored_is_refused(
     change: Callable[[Path, Path], None], ends: Ends, tmp_path: Path
 ) -> None:
     ends.store_buckets(1, 2)
-    one, other = objects(tmp_path)
+    one, other = files_under(tmp_path)
     change(one, other)
     refused = 0
     for value in (1, 2):
@@ -135,7 +131,7 @@ def test_an_object_of_another_version_or_of_who_lacks_the_secret_is_refused(
 ) -> None:
     ends.store_buckets(1)
     ends.store_buckets(1, number=2)
-    older, newer = objects(tmp_path)
+    older, newer = files_under(tmp_path)
     newer.write_bytes(older.read_bytes())
     with pytest.raises(DigestMismatch, match="is not what the publisher stored"):
         ends.read(1, number=2)
@@ -150,11 +146,11 @@ def test_an_object_that_somebody_has_removed_is_a_failure_of_the_store_and_is_st
 ) -> None:
     ends.shelf.hold(1, 1, is_afresh=False)
     ends.store_buckets(1)
-    objects(tmp_path)[0].unlink()
+    files_under(tmp_path)[0].unlink()
     with pytest.raises(StoreError, match="is gone"):
         ends.read(1)
     ends.store_buckets(1)
-    assert not objects(tmp_path), "it is thought to be there"
+    assert not files_under(tmp_path), "it is thought to be there"
     ends.shelf.hold(2, 1, is_afresh=True)
     ends.store_buckets(1)
     assert torch.equal(ends.read(1), bucket_of(1))
@@ -258,12 +254,12 @@ def test_a_version_is_stored_once_and_stays_while_a_round_reads_it_or_it_is_the_
     ends: Ends, tmp_path: Path
 ) -> None:
     def stored() -> set[str]:
-        return {path.parent.name for path in objects(tmp_path)}
+        return {path.parent.name for path in files_under(tmp_path)}
 
     for round_id, number in ((1, 1), (2, 1), (3, 2)):
         ends.shelf.hold(round_id, number, is_afresh=False)
         ends.store_buckets(number, number=number)
-    first = min(objects(tmp_path))
+    first = min(files_under(tmp_path))
     written = first.stat().st_mtime_ns
     ends.store_buckets(1, number=1)
     assert first.stat().st_mtime_ns == written
@@ -281,7 +277,7 @@ def test_a_version_that_was_removed_is_not_stored_again_by_a_thread_that_comes_l
         ends.shelf.hold(number, number, is_afresh=False)
         ends.store_buckets(number, number=number)
     ends.shelf.release(1)
-    wait_until(lambda: {path.parent.name for path in objects(tmp_path)} == {"2"}, "the removal")
+    wait_until(lambda: {path.parent.name for path in files_under(tmp_path)} == {"2"}, "the removal")
     with pytest.raises(SyncError, match="version 1 is needed no more"):
         ends.store_buckets(3, number=1)
 
@@ -315,12 +311,12 @@ def test_the_next_publisher_removes_what_one_that_died_has_left_and_nothing_else
     ends: Ends, tmp_path: Path
 ) -> None:
     ends.store_buckets(1)
-    draft = objects(tmp_path)[0].with_suffix(".0a1b2c3d.part")
+    draft = files_under(tmp_path)[0].with_suffix(".0a1b2c3d.part")
     draft.write_bytes(b"half")
     notes = tmp_path / "shared/run/notes.txt"
     notes.write_text("of somebody else")
     Ends(f"file://{tmp_path}/shared").store_buckets(2)
-    (kept,) = (path for path in objects(tmp_path) if path != notes)
+    (kept,) = (path for path in files_under(tmp_path) if path != notes)
     assert notes.exists() and ends.shelf.place.rpartition("/")[2] not in str(kept)
 
 
