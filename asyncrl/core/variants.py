@@ -123,6 +123,7 @@ class EngineFacts:
         shares_prefixes: Whether equal prompts can share their KV cache.
         logprob_tolerance: Difference of log-probs from one batch to another; 0 where they are bit-equal.
         environment: List of its own environment `.venv-<list>`. core_bytes: Memory of its processes on a CPU.
+        quantizations: Value of `rollout.quantization` that it takes on `CPU`, and on `GPUs`.
         one_gpu: Why a replica has one GPU at most; empty where the engine is cut over several.
     """
 
@@ -138,6 +139,7 @@ class EngineFacts:
     logprob_tolerance: float = 0.0
     environment: str = ""
     core_bytes: int = 930 * 10**6
+    quantizations: Mapping[str, str] = field(default_factory=dict)
     one_gpu: str = ""
 
     def find_deterministic_mode(self) -> str:

@@ -78,9 +78,9 @@ class Guard:
     'stop'
     """
 
-    def __init__(self, section: GuardSection, dtype: str) -> None:
+    def __init__(self, section: GuardSection, precision: str) -> None:
         self._section = section
-        self._signals = make_signals(section, dtype)
+        self._signals = make_signals(section, precision)
         self._past = {signal.metric: Past.of(signal, section.warmup_steps) for signal in self._signals}
         self._risen = {name: Past(section.warmup_steps, SMALLEST_FALL) for name in UNLESS_RISEN.values()}
         self._counts: Counter[str] = Counter()

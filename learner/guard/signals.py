@@ -122,12 +122,12 @@ class Finding:
     is_severe: bool = False
 
 
-def make_signals(section: GuardSection, dtype: str) -> tuple[Signal, ...]:
-    """Return what is watched in a run of `dtype`, apart from values that are not finite."""
+def make_signals(section: GuardSection, precision: str) -> tuple[Signal, ...]:
+    """Return what is watched in a run of `precision` (see `TOLERANCES`), apart from values not finite."""
     limits = section.limits.items()
     found = [_make_signal(metric, limit) for metric, limit in limits if limit is not None]
     if GAP not in section.limits:
-        tolerance = TOLERANCES[dtype]
+        tolerance = TOLERANCES[precision]
         found.append(Signal("weights_differ", GAP, "max", tolerance.first, tolerance=tolerance))
     return tuple(found)
 

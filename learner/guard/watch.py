@@ -28,8 +28,8 @@ NEVER = -1
 class Watch:
     """The guard of one run, on rank 0."""
 
-    def __init__(self, section: GuardSection, dtype: str) -> None:
-        self._guard = Guard(section, dtype)
+    def __init__(self, section: GuardSection, precision: str) -> None:
+        self._guard = Guard(section, precision)
         self._verdict = Verdict(Action.NONE)
         self._logged: dict[str, int] = {}
         self._told: deque[GuardFinding] = deque(maxlen=KEPT_FINDINGS)

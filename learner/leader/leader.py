@@ -61,7 +61,7 @@ class Leader:
         self._client = client
         self._connect = connect
         self.waits = Waits(runtime)
-        self._watch = Watch(config.guard, config.model.dtype)
+        self._watch = Watch(config.guard, config.rollout.quantization or config.model.dtype)
         self.checkpoints = CheckpointManager(
             config.checkpoint, store, client, self._make_cut, world_size, self.waits, runtime
         )

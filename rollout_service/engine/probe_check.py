@@ -15,12 +15,17 @@ from statistics import fmean
 import torch
 
 from asyncrl.core.errors import SyncError
-from weight_sync.memory.agreement import TOLERANCES, find_disagreement, is_check_due
+from weight_sync.memory.agreement import TOLERANCES, Tolerance, find_disagreement, is_check_due
 from weight_sync.memory.manifest import Probe
 
 Row = tuple[int, ...]
 Measure = Callable[[Sequence[Row], float], torch.Tensor | None]
 """(rows, temperature) -> log-probs [R, L - 1]; None on a worker where no logits arrive."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name without its package."""
+    return str(dtype).removeprefix("torch.")
 
 
 class ProbeCheck:
@@ -36,9 +41,10 @@ class ProbeCheck:
         self._num_passed = 0
         self._passed_step: int | None = None
 
-    def check(self, measure: Measure, dtype: torch.dtype, probe: Probe, step: int) -> None:
+    def check(self, measure: Measure, precision: str, probe: Probe, step: int) -> None:
         """Return if the model of `measure`, with weights of `step`, agrees with `probe` or no check is due.
 
+        `precision` is one of `TOLERANCES`: the name of a dtype, or of a quantization.
         Collective over the workers that share the model, as all of them load the same versions.
 
         Raises:
@@ -54,14 +60,14 @@ class ProbeCheck:
                 row: [ours - theirs for ours, theirs in zip(mine, learners, strict=True)]
                 for row, mine, learners in zip(rows, found.tolist(), wanted, strict=True)
             }
-            self._judge(differences, dtype, probe)
+            self._judge(differences, TOLERANCES[precision])
         self._num_passed, self._passed_step = self._num_passed + 1, step
 
-    def _judge(self, differences: dict[Row, list[float]], dtype: torch.dtype, probe: Probe) -> None:
-        unknown: list[float | None] = [None] * (probe.row_tokens - 1)
-        first = [value for row in differences for value in self._first.get(row, unknown)]
+    def _judge(self, differences: dict[Row, list[float]], tolerance: Tolerance) -> None:
+        first = [
+            value for row, now in differences.items() for value in self._first.get(row, [None] * len(now))
+        ]
         now = [value for row in differences.values() for value in row]
-        tolerance = TOLERANCES[str(dtype).removeprefix("torch.")]
         if why := find_disagreement(tolerance, now, first if self._first else None):
             raise SyncError(
                 f"the probe does not match, engine and learner hold different weights: {why}",

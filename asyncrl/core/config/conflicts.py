@@ -105,6 +105,7 @@ def find_conflicts(config: Root) -> list[Conflict]:
         *_find_checkpoint_conflicts(config),
         *_find_backend_conflicts(learner),
         *_find_engine_conflicts(config),
+        *_find_quantization_conflicts(config),
         *_find_critic_conflicts(config),
         *_find_reward_conflicts(config),
         *_find_gateway_conflicts(config),
@@ -155,6 +156,24 @@ def _find_argument_conflicts(rollout: RolloutSection, engine: str) -> Iterator[C
     for name in sorted(owned.keys() & rollout.engine_args.keys()):
         what = f"rollout.engine_args: {name} is not free for {facts.title}"
         yield Conflict(keys, what, f"Leave it out: {owned[name]}")
+
+
+def _find_quantization_conflicts(config: Root) -> Iterator[Conflict]:
+    """Yield a quantization that an engine does not have there, or whose log-probs would go uncorrected."""
+    rollout, key = config.rollout, "rollout.quantization"
+    if rollout.quantization is None:
+        return
+    place = "GPUs" if rollout.gpus else "CPU"
+    for name in dict.fromkeys(rollout.engines):
+        facts = engine_facts(name)
+        known = facts.quantizations.get(place)
+        if rollout.quantization != known:
+            what = f"{key}: {rollout.quantization} is not there with {facts.title} on {place}"
+            hint = f"Set {known}, or leave it out" if known else "Leave it out"
+            yield Conflict((key, "rollout.engine", "rollout.gpus"), what, hint)
+    if config.algorithm.correction == "disabled":
+        what = f"{key} needs an algorithm.correction: the learner's log-probs are not the engine's"
+        yield Conflict((key, "algorithm.correction"), what, "Set decoupled_token_is, the default")
 
 
 def _find_critic_conflicts(config: Root) -> list[Conflict]:

@@ -53,6 +53,7 @@ OWNED_ARGS = {
     "context_length": "it is data.max_prompt_tokens + rollout.max_tokens",
     "max_running_requests": "it is rollout.max_sequences",
     "disable_radix_cache": "prefixes of older weights would be found after a swap",
+    "quantization": "it is rollout.quantization",
     "enable_deterministic_inference": "seeds count in this mode alone",
     "incremental_streaming_output": "the gateway reads answers in parts",
     **dict.fromkeys(
@@ -62,7 +63,6 @@ OWNED_ARGS = {
     **dict.fromkeys(("load_format", "custom_weight_loader", "enable_memory_saver"), _WEIGHTS),
     **dict.fromkeys(
         (
-            "quantization",
             "lora_paths",
             "enable_lora",
             "speculative_algorithm",

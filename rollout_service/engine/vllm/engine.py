@@ -40,7 +40,14 @@ from rollout_service.engine.vllm.environment import prepare_environment
 from rollout_service.engine.vllm.features import check_features
 from rollout_service.engine.vllm.nodes.peers import Peers
 from rollout_service.engine.vllm.objects import AsyncLLM, TokenPrompt
-from rollout_service.engine.vllm.plugin import BACKEND, OTHER_WORKER, REFUSED, REPORT, WORKER_EXTENSION
+from rollout_service.engine.vllm.plugin import (
+    BACKEND,
+    OTHER_WORKER,
+    QUANTIZATIONS,
+    REFUSED,
+    REPORT,
+    WORKER_EXTENSION,
+)
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -76,6 +83,7 @@ class VllmSettings:
         further_nodes: Ray's ids of the nodes beside this one, each with as many workers.
         num_cpus: That Ray reserves on each of those.
         seed: Seeds the engine; requests carry their own seeds.
+        quantization: `int8` on CPU or `fp8` on GPUs, of weights as they are loaded; None keeps `dtype`.
         engine_args: Further arguments of `AsyncEngineArgs`.
     """
 
@@ -92,6 +100,7 @@ class VllmSettings:
     further_nodes: Sequence[str] = ()
     num_cpus: float = 0.0
     seed: int = 0
+    quantization: str | None = None
     engine_args: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -288,7 +297,7 @@ class VllmEngine(InFlightEngine[str]):
             more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
             raise EngineError(
                 f"{self._settings.model} cannot be given new weights while it serves: {refused[0]}{more}",
-                hint="Choose a dense model that is not quantised",
+                hint="Choose a dense model that is not stored quantised",
             )
 
     def death(self, where: str = "") -> EngineDied:
@@ -353,6 +362,8 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, object]:
         "weight_transfer_config": {"backend": BACKEND},
         "worker_extension_cls": WORKER_EXTENSION,
     }
+    if settings.quantization is not None:
+        everywhere["quantization"] = QUANTIZATIONS[settings.quantization]
     num_workers = settings.num_gpus or settings.cpu_workers
     everywhere["tensor_parallel_size"] = num_workers
     everywhere["distributed_executor_backend"] = "uni" if num_workers == 1 else "mp"

@@ -20,6 +20,8 @@ OTHER_WORKER = "another worker of this engine"
 """Prefix of the report of a worker that stopped because of another one."""
 WATCHER = "asyncrl-parent-watcher"
 FORGETS = "_forgets_prefixes"
+QUANTIZATIONS = {"int8": "asyncrl_int8", "fp8": "fp8_per_tensor"}
+"""`rollout.quantization` -> vLLM's name. Weights are quantised as they are loaded."""
 
 
 def register() -> None:
@@ -29,6 +31,9 @@ def register() -> None:
     _forget_prefixes_at_resumption()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from rollout_service.engine.vllm.quantized import register_int8
+
+    register_int8()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "rollout_service.engine.vllm.weight_transfer", "StagedWeightTransferEngine"

@@ -21,6 +21,7 @@ import torch
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerTensorOnlineLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -28,11 +29,17 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from asyncrl.core.errors import SyncError
 from asyncrl.core.runtime.faults import is_wanted
 from rollout_service.engine.vllm.objects import HasModules, LoadableModel, LoadedParameter
+from rollout_service.engine.vllm.quantized import Int8LinearMethod
 
 # It warns at every load of the modules that have buffers only; `_find_missing` names what is really missing.
 logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
 
-REPEATABLE = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+REPEATABLE = (
+    UnquantizedLinearMethod,
+    UnquantizedEmbeddingMethod,
+    Int8LinearMethod,
+    Fp8PerTensorOnlineLinearMethod,
+)
 """Kinds of processing whose result after a reload is that of a start with the same weights.
 
 Known not to be: vLLM 0.32 packs experts on CPU at the first load only, and reads plain ones as packed

@@ -60,6 +60,7 @@ def settings_of(config: Config) -> VllmSettings:
         further_nodes=nodes[1:],
         num_cpus=rollout.cpus / len(nodes),
         seed=config.run.seed,
+        quantization=rollout.quantization,
         engine_args={name: value for name, value in rollout.engine_args.items() if name != "nnodes"},
     )
 
@@ -104,12 +105,13 @@ OWNED_ARGS = {
     ),
     **dict.fromkeys(
         (
-            *("logprobs_mode", "max_logprobs", "quantization", "quantization_config", "enable_lora"),
+            *("logprobs_mode", "max_logprobs", "enable_lora"),
             *("speculative_config", "spec_method", "spec_model", "spec_tokens", "logits_processors"),
             *("reasoning_config", "watermark_config"),
         ),
         _PROBABILITIES,
     ),
+    **dict.fromkeys(("quantization", "quantization_config"), "it is rollout.quantization"),
     "disable_log_stats": "its statistics are read by the replica",
 }
 """By vLLM 0.32's names. The rest is the user's."""
@@ -126,6 +128,7 @@ VARIANT = VllmVariant(
         "enforce_eager": "there are no graphs on a CPU",
     },
     shares_prefixes=True,
+    quantizations={"CPU": "int8", "GPUs": "fp8"},
     cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
 )
 """A test compares the head sizes with those that vLLM states."""

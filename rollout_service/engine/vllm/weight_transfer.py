@@ -36,9 +36,9 @@ from asyncrl.core.runtime.faults import is_wanted
 from asyncrl.core.sockets.keys import ClientKeys
 from rollout_service.engine.checkpoint import read_tensors
 from rollout_service.engine.probe import measure_logprobs
-from rollout_service.engine.probe_check import ProbeCheck
+from rollout_service.engine.probe_check import ProbeCheck, name_of
 from rollout_service.engine.vllm.nodes.relay import Relay
-from rollout_service.engine.vllm.plugin import OTHER_WORKER
+from rollout_service.engine.vllm.plugin import OTHER_WORKER, QUANTIZATIONS
 from rollout_service.engine.vllm.reload import find_refused, find_shared, reload
 from rollout_service.engine.vllm.worker_seat import WorkerSeat
 from weight_sync.copies.pinned import BUFFER_BYTES, PinnedPipeline
@@ -149,12 +149,16 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         if manifest.probe is not None:
             with self._together("match the probe"):
                 measure = partial(measure_logprobs, self.model, self.vllm_config)
-                dtype, step = self.model_config.dtype, manifest.version.step
-                self.probe_check.check(measure, dtype, manifest.probe, step)
+                self.probe_check.check(measure, self._precision, manifest.probe, manifest.version.step)
 
     def shutdown(self) -> None:
         """Give up the seat: no other resource outlives an update."""
         self._seat.leave()
+
+    @property
+    def _precision(self) -> str:
+        by_name = {name: precision for precision, name in QUANTIZATIONS.items()}
+        return by_name.get(self.model_config.quantization, name_of(self.model_config.dtype))
 
     def _carried(self, path: str, manifest: Manifest) -> AbstractContextManager[str]:
         """Bring the file, if there is one, to this worker's node."""
@@ -176,7 +180,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             if first.full_name in expected:
                 for other in others:  # some checkpoints hold a copy
                     expected.pop(other.full_name, None)
-        served = str(self.model_config.dtype).removeprefix("torch.")
+        served = name_of(self.model_config.dtype)
         check_tensors(
             manifest,
             {name: tensor.shape for name, tensor in expected.items()},

@@ -6,7 +6,7 @@ A seed decides every tensor of a model by a generator of its own; no other rando
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -86,11 +86,17 @@ class Form:
 
 
 def start_engine(
-    model: PreTrainedModel, folder: Path, loop: LoopThread, workers: int = 1, dtype: str = "float32"
+    model: PreTrainedModel,
+    folder: Path,
+    loop: LoopThread,
+    workers: int = 1,
+    dtype: str = "float32",
+    quantization: str | None = None,
 ) -> VllmEngine:
     """Return an engine that was started with `model`. Without a tokenizer vLLM loads no Llama."""
     save_model(model, folder)
-    engine = VllmEngine(VllmSettings(str(folder), dtype, 1024, 16, 64 << 20, cpu_workers=workers))
+    settings = VllmSettings(str(folder), dtype, 1024, 16, 64 << 20, cpu_workers=workers)
+    engine = VllmEngine(replace(settings, quantization=quantization))
     try:
         loop.call(engine.start(), 280.0)
     except BaseException:

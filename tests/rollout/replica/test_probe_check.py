@@ -31,7 +31,7 @@ class Engine:
             self.measured.append(step)
             return torch.tensor([PROBE.logprobs]) + difference
 
-        self._check.check(measure, torch.float32, PROBE, step)
+        self._check.check(measure, "float32", PROBE, step)
 
 
 def test_an_engine_compares_its_first_loads_and_then_one_in_every_so_many_steps() -> None:

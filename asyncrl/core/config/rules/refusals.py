@@ -31,7 +31,7 @@ NO_ADAPTER = {
     ("learner.backend", "deepspeed"): (
         "There is no adapter for DeepSpeed: megatron cuts large models, fsdp2 runs any Hugging Face model"
     ),
-    ("model.dtype", "fp8"): "Nothing is computed or sent in 8 bits yet: the engine's log-probs would drift",
+    ("model.dtype", "fp8"): "The learner does not compute in 8 bits; an engine does: rollout.quantization",
 }
 """Reason why a value that many would write is not allowed."""
 
@@ -55,8 +55,8 @@ _STAGE = (
     ),
 )
 _QUANTIZED = (
-    "there are no quantised engines yet",
-    "The recorded log-probs must be those of the weights that the learner trains: choose model.dtype",
+    "only an engine's weights are quantised",
+    "Set rollout.quantization: fp8 on GPUs, int8 on CPUs; versions and the learner keep model.dtype",
 )
 _SPECULATIVE = (
     "there is no speculative decoding yet",
@@ -80,7 +80,7 @@ NOT_THERE: Mapping[str, tuple[str, str]] = {
         ("moe", "ep", "etp", "expert_parallel", "expert_parallel_size", "num_experts", "router_replay"), _MOE
     ),
     "stage": _STAGE,
-    **dict.fromkeys(("quantization", "quantize", "fp8", "load_in_8bit", "load_in_4bit"), _QUANTIZED),
+    **dict.fromkeys(("quantize", "fp8", "load_in_8bit", "load_in_4bit"), _QUANTIZED),
     **dict.fromkeys(("speculative", "speculative_config", "speculative_model", "draft_model"), _SPECULATIVE),
     **dict.fromkeys(("colocate", "colocated", "hybrid_engine", "sleep_level"), _COLOCATED),
     "trust_remote_code": _REMOTE_CODE,

@@ -174,6 +174,8 @@ class RolloutSection(Section):
     """[trajectories] Most trajectories that one engine generates at once."""
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     """[bytes] Size of an engine's KV cache on CPU; on GPUs vLLM takes the free memory."""
+    quantization: Literal["int8", "fp8"] | None = None
+    """Kind that an engine quantises each version to: int8 on CPU, fp8 on GPUs; null keeps `model.dtype`."""
     engine_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Arguments of the engine's own; vLLM's `nnodes`, SGLang's `python` too; of several engines by engine.
     For example: {nnodes: 2}, {vllm: {block_size: 32}}"""

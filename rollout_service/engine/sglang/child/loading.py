@@ -28,7 +28,7 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype
 from asyncrl.core.errors import SyncError
 from asyncrl.core.runtime.faults import is_wanted
 from rollout_service.engine.checkpoint import read_tensors
-from rollout_service.engine.probe_check import ProbeCheck, Row
+from rollout_service.engine.probe_check import ProbeCheck, Row, name_of
 from rollout_service.engine.sglang.messages import LOAD_REQUEST, Load, read_request
 from weight_sync.memory.manifest import Manifest, check_tensors
 from weight_sync.memory.staging import Staged, open_tensors
@@ -66,7 +66,7 @@ def _receive(updater: WeightUpdater, request: Load) -> None:
     _overwrite(model, config, torch.device(updater.device), _with_faults(manifest.version.number, tensors))
     if manifest.probe is not None:
         measure = partial(measure_logprobs, model, config.vocab_size)
-        _probe_check.check(measure, config.dtype, manifest.probe, manifest.version.step)
+        _probe_check.check(measure, name_of(config.dtype), manifest.probe, manifest.version.step)
 
 
 def _check(manifest: Manifest, model: Decoder, config: ModelConfig) -> None:

@@ -104,3 +104,42 @@ def test_a_gateway_needs_engines_that_all_have_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigProblems, match=r"rollout\.engine: scripted has no gateway") as caught:
         read(tmp_path, "{}", "rollout.engine=[sglang, scripted, vllm]", "rollout.gateway={port: 0}")
     assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what", "hint"),
+    [
+        (["rollout.quantization=fp8"], "fp8 is not there with vLLM on CPU", "Set int8, or leave it out"),
+        (
+            ["rollout.quantization=int8", "rollout.gpus=1"],
+            "int8 is not there with vLLM on GPUs",
+            "Set fp8, or leave it out",
+        ),
+        (
+            ["rollout.quantization=int8", MIXED],
+            "int8 is not there with SGLang on CPU",
+            "Leave it out",
+        ),
+        (
+            ["rollout.quantization=int8", "algorithm.correction=disabled"],
+            "the learner's log-probs are not the engine's",
+            "Set decoupled_token_is",
+        ),
+    ],
+)
+def test_a_quantization_that_an_engine_does_not_have_or_that_nothing_corrects_is_refused(
+    tmp_path: Path, overrides: list[str], what: str, hint: str
+) -> None:
+    with pytest.raises(ConfigProblems) as caught:
+        read(tmp_path, "{}", *overrides)
+    (problem,) = caught.value.problems
+    assert what in problem.what and hint in problem.hint
+
+
+def test_a_gpu_engine_is_told_vllm_s_name_of_the_quantization(tmp_path: Path) -> None:
+    from rollout_service.engine.vllm.engine import _engine_arguments
+    from rollout_service.engine.vllm.variant import settings_of
+
+    config = read(tmp_path, "{}", "rollout.quantization=fp8", "rollout.gpus=1")
+    assert _engine_arguments(settings_of(config))["quantization"] == "fp8_per_tensor"
+    assert "quantization" not in _engine_arguments(settings_of(read(tmp_path, "{}")))

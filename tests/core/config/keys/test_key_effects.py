@@ -264,6 +264,7 @@ EFFECTS: tuple[tuple[str, Look, Any, Changes], ...] = (
     ("rollout.prefix_caching", replica, False, {}),
     ("rollout.max_sequences", replica, 64, {}),
     ("rollout.kv_cache_bytes", replica, 1 << 20, {}),
+    ("rollout.quantization", replica, "int8", {}),
     ("rollout.engine_args", replica, {"block_size": 32}, {}),
     ("rollout.response_tokens", replica, "lognormal:1.0:64", {}),
     ("rollout.stop", replica, ["x"], {}),
