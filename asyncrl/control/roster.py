@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from asyncrl.core.config.sections.learner import DETERMINISTIC
 from asyncrl.core.config.tree import Config, LearnerSection, RolloutSection
 from asyncrl.core.service import INTERFACE_VARIABLES, ServiceContext
-from asyncrl.core.variants import backend_facts
+from asyncrl.core.variants import backend_facts, engine_facts
 
 RUN_VARIABLE = "ASYNCRL_RUN_ID"
 """Marks every process of a run, so that what is left over can be found and ended by pid."""
@@ -136,7 +136,8 @@ class Roster:
             return found
         found["OMP_NUM_THREADS"] = str(max(1, int(section.cpus)))
         if kind != "learner":
-            return found
+            modes = (engine_facts(name).find_deterministic_mode() for name in self.config.rollout.engines)
+            return found | {mode: "1" for mode in modes if mode}
         learner = self.config.learner
         found |= {**LEARNER_ON_GPU, **backend_facts(learner.backend).gpu_environment}
         return {**found, **(DETERMINISTIC if learner.deterministic else {})}

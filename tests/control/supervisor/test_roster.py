@@ -220,3 +220,16 @@ def test_libraries_of_a_learner_on_a_gpu_repeat_their_results_where_that_is_aske
         name: variables[name] for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO") if name in variables
     } == wanted
     assert not {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"} & roster.spec("rollout.0").variables.keys()
+
+
+@pytest.mark.parametrize("mode", ["1", "0", None])
+def test_replicas_on_gpus_are_told_of_the_deterministic_mode_that_the_run_was_started_in(
+    mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that joined Ray has an environment of its own."""
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", mode)
+    roster = replace(make_roster(), config=Config(**SECTIONS, **ON_GPUS))
+    assert roster.spec("rollout.0").variables.get("VLLM_BATCH_INVARIANT") == ("1" if mode == "1" else None)
+    assert "VLLM_BATCH_INVARIANT" not in roster.spec("learner.0").variables

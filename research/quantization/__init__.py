@@ -1,0 +1,1 @@
+"""Study of what quantised rollouts cost, alone and together with lag."""
