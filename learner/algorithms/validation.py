@@ -174,6 +174,17 @@ def _check_correction(section: AlgorithmSection, correction: Correction) -> Iter
         )
 
 
+def is_corrected(section: AlgorithmSection) -> bool:
+    """Tell whether the difference between the engine's log-probs and the learner's is weighed or bounded.
+
+    So it is by a correction of the user's, which is not imported.
+    """
+    if ":" in section.correction or section.prox == "behaviour" or _has_weights(section):
+        return True
+    correction = find_correction(section)
+    return correction.is_bypass or correction.level is not None or bool(correction.rejection)
+
+
 def _has_weights(section: AlgorithmSection) -> bool:
     facts = ADVANTAGES.get(section.advantage)
     return facts is not None and facts.has_weights

@@ -6,7 +6,8 @@ import pytest
 
 from asyncrl.core.config.load import load_config
 from configs import shipped
-from research.quantization.study import CELLS, KINDS, LAGS, SEEDS, Cell, check, settings_of, summarise
+from research.quantization.cells import CELLS, KINDS, LAGS, SEEDS, Cell, settings_of
+from research.quantization.study import check, summarise
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

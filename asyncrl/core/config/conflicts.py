@@ -159,7 +159,7 @@ def _find_argument_conflicts(rollout: RolloutSection, engine: str) -> Iterator[C
 
 
 def _find_quantization_conflicts(config: Root) -> Iterator[Conflict]:
-    """Yield a quantization that an engine does not have there, or whose log-probs would go uncorrected."""
+    """Yield each engine that does not have the quantization where it runs."""
     rollout, key = config.rollout, "rollout.quantization"
     if rollout.quantization is None:
         return
@@ -171,9 +171,6 @@ def _find_quantization_conflicts(config: Root) -> Iterator[Conflict]:
             what = f"{key}: {rollout.quantization} is not there with {facts.title} on {place}"
             hint = f"Set {known}, or leave it out" if known else "Leave it out"
             yield Conflict((key, "rollout.engine", "rollout.gpus"), what, hint)
-    if config.algorithm.correction == "disabled":
-        what = f"{key} needs an algorithm.correction: the learner's log-probs are not the engine's"
-        yield Conflict((key, "algorithm.correction"), what, "Set decoupled_token_is, the default")
 
 
 def _find_critic_conflicts(config: Root) -> list[Conflict]:

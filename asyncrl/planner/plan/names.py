@@ -16,7 +16,14 @@ from asyncrl.planner.plan.sources import is_file_function, missing_function, mis
 
 def check_algorithm(config: Config) -> Iterator[str]:
     """Say which advantage, loss or correction is not known, and which value does nothing with them."""
-    yield from function("learner.algorithms.validation:find_problems")(config.algorithm)
+    problems = list(function("learner.algorithms.validation:find_problems")(config.algorithm))
+    yield from problems
+    kind = config.rollout.quantization
+    if kind and not problems and not function("learner.algorithms.validation:is_corrected")(config.algorithm):
+        yield (
+            f"rollout.quantization: with {kind} the engine's log-probs are not the learner's, and nothing "
+            "corrects that; leave algorithm.correction out, or choose one with weights"
+        )
 
 
 def check_imports(config: Config) -> Iterator[str]:

@@ -33,7 +33,7 @@ def register() -> None:
 
     from rollout_service.engine.vllm.quantized import register_int8
 
-    register_int8()
+    register_int8(QUANTIZATIONS["int8"])
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "rollout_service.engine.vllm.weight_transfer", "StagedWeightTransferEngine"

@@ -10,8 +10,6 @@ Shapes: O output channels of this worker, I inputs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from vllm.model_executor.kernels.linear import init_int8_linear_kernel
 from vllm.model_executor.layers.linear import LinearBase
@@ -19,8 +17,6 @@ from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, regist
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.utils import replace_parameter
-
-from rollout_service.engine.vllm.plugin import QUANTIZATIONS
 
 LARGEST = 127
 IS_DONE = "_already_called_process_weights_after_loading"
@@ -30,7 +26,7 @@ IS_DONE = "_already_called_process_weights_after_loading"
 class Int8LinearMethod(OnlineLinearBase):
     """A linear layer whose weight becomes INT8 once all of it is there."""
 
-    def create_weights(self, layer: torch.nn.Module, *sizes: Any, **options: Any) -> None:
+    def create_weights(self, layer: torch.nn.Module, *sizes: object, **options: object) -> None:
         super().create_weights(layer, *sizes, **options)
         self._kernel = init_int8_linear_kernel(
             is_channelwise=True,
@@ -65,8 +61,10 @@ class Int8LinearMethod(OnlineLinearBase):
 class Int8Config(QuantizationConfig):
     """vLLM's record of the kind: which layers are quantised, and how."""
 
+    name = ""
+
     def get_name(self) -> str:
-        return QUANTIZATIONS["int8"]
+        return self.name
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.float32, torch.bfloat16]
@@ -80,7 +78,7 @@ class Int8Config(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Int8Config:
+    def from_config(cls, config: dict[str, object]) -> Int8Config:
         return cls()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Int8LinearMethod | None:
@@ -94,7 +92,8 @@ def quantize(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight_OI.float() / scale_O1).round().to(torch.int8), scale_O1
 
 
-def register_int8() -> None:
+def register_int8(name: str) -> None:
     """Make the kind known to vLLM in this process; calling it twice does no harm."""
-    if QUANTIZATIONS["int8"] not in QUANTIZATION_METHODS:
-        register_quantization_config(QUANTIZATIONS["int8"])(Int8Config)
+    if name not in QUANTIZATION_METHODS:
+        Int8Config.name = name
+        register_quantization_config(name)(Int8Config)

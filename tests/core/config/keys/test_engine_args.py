@@ -10,6 +10,7 @@ from asyncrl.core.config.load import load_config
 from asyncrl.core.config.reading.problems import ConfigProblems
 from asyncrl.core.config.tree import Config
 from asyncrl.core.variants import engine_facts
+from asyncrl.planner.plan.names import check_algorithm
 
 OWNED = engine_facts("vllm").owned_args or {}
 ON_CPU = engine_facts("vllm").owned_args_on_cpu
@@ -120,14 +121,9 @@ def test_a_gateway_needs_engines_that_all_have_one(tmp_path: Path) -> None:
             "int8 is not there with SGLang on CPU",
             "Leave it out",
         ),
-        (
-            ["rollout.quantization=int8", "algorithm.correction=disabled"],
-            "the learner's log-probs are not the engine's",
-            "Set decoupled_token_is",
-        ),
     ],
 )
-def test_a_quantization_that_an_engine_does_not_have_or_that_nothing_corrects_is_refused(
+def test_a_quantization_that_an_engine_does_not_have_where_it_runs_is_refused(
     tmp_path: Path, overrides: list[str], what: str, hint: str
 ) -> None:
     with pytest.raises(ConfigProblems) as caught:
@@ -143,3 +139,22 @@ def test_a_gpu_engine_is_told_vllm_s_name_of_the_quantization(tmp_path: Path) ->
     config = read(tmp_path, "{}", "rollout.quantization=fp8", "rollout.gpus=1")
     assert _engine_arguments(settings_of(config))["quantization"] == "fp8_per_tensor"
     assert "quantization" not in _engine_arguments(settings_of(read(tmp_path, "{}")))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_refused"),
+    [
+        ([], False),
+        (["algorithm.correction=disabled"], True),
+        (["algorithm.correction=disabled", "algorithm.prox=behaviour"], False),
+        (["algorithm.correction=bypass_ppo_clip"], False),
+        (["algorithm.correction=disabled", 'algorithm.rejection={seq_mean_k1: "0.8_1.25"}'], False),
+        (["algorithm.correction=mine:correction"], False),
+    ],
+)
+def test_the_log_probs_of_a_quantised_engine_must_be_corrected(
+    tmp_path: Path, algorithm: list[str], is_refused: bool
+) -> None:
+    found = list(check_algorithm(read(tmp_path, "{}", "rollout.quantization=int8", *algorithm)))
+    assert [line.partition(":")[0] for line in found] == ["rollout.quantization"] * is_refused
+    assert not list(check_algorithm(read(tmp_path, "{}", *algorithm)))
