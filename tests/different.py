@@ -1,4 +1,4 @@
-"""The claim that versions of a model are different ones, for every test that makes several."""
+"""The tensors of a model as a checkpoint has them, and the claim that its versions are different ones."""
 
 from __future__ import annotations
 
@@ -33,3 +33,25 @@ def assert_all_differ(versions: Iterable[Weights], *, in_every_tensor: bool = Fa
     if in_every_tensor:
         for name in digests[0]:
             assert len({of_one[name] for of_one in digests}) == len(digests), f"versions share '{name}'"
+
+
+def as_saved(tensors: Mapping[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+    """Return views of a model's tensors, or of their gradients, by the names of a checkpoint.
+
+    The library stacks experts in memory, and names them one by one in a file.
+    """
+    is_mixtral = model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        full_name = name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
+        head, is_stacked, kind = full_name.partition(".experts.")
+        if not is_stacked:
+            found[full_name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            parts = (
+                {down: expert} if kind == "down_proj" else dict(zip((gate, up), expert.chunk(2), strict=True))
+            )
+            found |= {f"{head}.experts.{number}.{part}.weight": view for part, view in parts.items()}
+    return found

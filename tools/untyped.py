@@ -16,7 +16,7 @@ MAXIMA: Mapping[str, int] = {
     "asyncrl": 81,
     "learner": 8,
     "rollout_service": 1,
-    "weight_sync": 10,
+    "weight_sync": 9,
 }
 
 

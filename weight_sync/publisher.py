@@ -260,7 +260,7 @@ class PublisherService:
         if not request.frames:
             raise WireError("a commit without a manifest")
         data = bytes(request.frames[0])
-        manifest = Manifest.from_bytes(data, self._current, self._bounds)
+        manifest = Manifest.from_bytes(data, self._bounds)
         fault_point("publisher.commit", manifest.version.number)
         self._pool.commit(asked.token, asked.path, manifest)
         if manifest != self._current:

@@ -21,6 +21,7 @@ CASE_NAMES = frozenset(
         "bucket_bytes",
         "num_receivers",
         "num_parameters",
+        "num_tensors",
         "vocab_size",
         "hidden_size",
         "max_lag",

@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from asyncrl.core.errors import EngineError
+from weight_sync.memory.manifest import Manifest, check_tensors
 
 TORCH_DTYPES = {
     "BOOL": "bool",
@@ -47,7 +48,7 @@ def read_tensors(folder: Path) -> dict[str, CheckpointTensor]:
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
+        files = _read_index(index, index.stat().st_mtime_ns)
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -56,6 +57,26 @@ def read_tensors(folder: Path) -> dict[str, CheckpointTensor]:
     for file in files:
         found.update(_read_file(file, file.stat().st_mtime_ns))
     return found
+
+
+def check_version(manifest: Manifest, expected: Mapping[str, CheckpointTensor], served: str) -> None:
+    """Compare a version with the checkpoint's tensors; they may come in their dtype or in `served`.
+
+    Raises:
+        SyncError: They differ.
+    """
+    allowed = {dtype: {served, dtype} for dtype in {tensor.dtype for tensor in expected.values()}}
+    check_tensors(
+        manifest,
+        {name: tensor.shape for name, tensor in expected.items()},
+        {name: allowed[tensor.dtype] for name, tensor in expected.items()},
+    )
+
+
+@cache
+def _read_index(index: Path, written_ns: int) -> list[Path]:
+    """Return the files that `index` names, as it was when it was written last, at `written_ns`."""
+    return sorted({index.parent / file for file in json.loads(index.read_text())["weight_map"].values()})
 
 
 @cache

@@ -53,9 +53,9 @@ def shared_bytes(cluster: Cluster) -> int:
 
 
 REFUSED_MANIFESTS = {
-    "is nested deeper": msgpack.packb({"version": [[[[[[[[1]]]]]]]]}),
-    "holds a Timestamp": msgpack.packb({"version": [1, 0], "tensors": msgpack.Timestamp(1, 1)}),
-    "is not msgpack": b"\xdd" + struct.pack(">I", 1 << 18) + b"\xc0" * (1 << 18),
+    "length 2, got 1": msgpack.packb({"version": [[[[[[[[1]]]]]]]]}),
+    "Expected `array`, got `ext`": msgpack.packb({"version": msgpack.Timestamp(1, 1)}),
+    "Expected `object`, got `array`": b"\xdd" + struct.pack(">I", 1 << 18) + b"\xc0" * (1 << 18),
     "is over the limit of 4096": b"\x90" * 5000,
 }
 

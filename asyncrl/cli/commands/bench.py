@@ -84,6 +84,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "weight_sync_plan": Benchmark(
         "weight_sync.planned", "Compare real transfers with what `asyncrl plan` says of them."
     ),
+    "manifests": Benchmark("weight_sync.manifests", "Measure the manifest of 36,000 tensors."),
     "scale": Benchmark(
         "fleet.scale", "Measure one to three live replicas, and the control plane under up to 4,096 of them."
     ),

@@ -297,7 +297,7 @@ class VllmEngine(InFlightEngine[str]):
             more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
             raise EngineError(
                 f"{self._settings.model} cannot be given new weights while it serves: {refused[0]}{more}",
-                hint="Choose a dense model that is not stored quantised",
+                hint="Choose another model, or one that is not stored quantised",
             )
 
     def death(self, where: str = "") -> EngineDied:

@@ -1,10 +1,11 @@
 """Layer-wise reload of a model inside vLLM's workers, with all state that vLLM derives from weights.
 
 vLLM processes weights after a load; on CPU it packs each matrix for oneDNN and computes with the packed
-copy alone. Its reload processes again those modules that were given weights. A module that holds another's
-parameter, as a tied head does, has no tensor of its own in a checkpoint: it would compute with the
-packed copy of an older version. So a load into a shared parameter is repeated for every module that
-holds it. Modules whose processing is not known to be repeatable are refused when the engine starts.
+copy alone. Its reload processes again those modules that were given weights, but packs experts only when it
+makes their kernel, which is therefore made anew. A module that holds another's parameter, as a tied head
+does, has no tensor of its own in a checkpoint: it would compute with the packed copy of an older version. So
+a load into a shared parameter is repeated for every module that holds it. Modules whose processing is not
+known to be repeatable are refused when the engine starts.
 Invariant: when `reload` returns, every module with parameters was given all of them and processed again.
 """
 
@@ -20,11 +21,13 @@ from dataclasses import dataclass
 import torch
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerTensorOnlineLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 
 from asyncrl.core.errors import SyncError
 from asyncrl.core.runtime.faults import is_wanted
@@ -37,14 +40,11 @@ logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
 REPEATABLE = (
     UnquantizedLinearMethod,
     UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
     Int8LinearMethod,
     Fp8PerTensorOnlineLinearMethod,
 )
-"""Kinds of processing whose result after a reload is that of a start with the same weights.
-
-Known not to be: vLLM 0.32 packs experts on CPU at the first load only, and reads plain ones as packed
-after a reload (log-probs off by 1.8).
-"""
+"""Kinds of processing whose result after a reload is that of a start with the same weights."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def find_refused(model: HasModules, config: ModelConfig) -> Iterator[str]:
         method = getattr(module, "quant_method", None)
         if method is not None and type(method) not in REPEATABLE:
             yield f"'{path}' ({type(module).__name__}) is processed by {type(method).__name__}"
-        elif method is None and _processes_itself(module):
+        elif method is None and type(module) not in REPEATABLE and _processes_itself(module):
             yield f"'{path}' ({type(module).__name__}) processes its weights in a way of its own"
     yield from _find_overlaps(model)
     # Builds without this field tie whatever the checkpoint holds.
@@ -109,6 +109,8 @@ def reload(model: LoadableModel, config: ModelConfig, tensors: Iterable[tuple[st
     """
     shared = find_shared(model)
     try:
+        if current_platform.is_cpu():
+            _drop_expert_kernels(model)
         initialize_layerwise_reload(model)
         with _noted_calls(shared) as calls:
             model.load_weights(tensors)
@@ -119,6 +121,17 @@ def reload(model: LoadableModel, config: ModelConfig, tensors: Iterable[tuple[st
             raise SyncError(f"the load brought nothing for the engine's parameters {missing[:5]}")
     finally:
         finalize_layerwise_reload(model, config)
+
+
+def _drop_expert_kernels(model: HasModules) -> None:
+    """Have vLLM make the kernels of experts anew, which on CPU is when it packs their weights.
+
+    vLLM 0.32 with the kernel kept reads plain weights as packed ones (log-probs off by 1.8). On a GPU the
+    weights are not packed, and graphs hold the kernel's addresses.
+    """
+    for _, module in model.named_modules():
+        if isinstance(module, UnquantizedFusedMoEMethod):  # experts' methods are modules too
+            module.moe_kernel = None
 
 
 def _processes_itself(module: torch.nn.Module) -> bool:
@@ -180,7 +193,9 @@ def _find_missing(model: HasModules) -> Iterator[str]:
         info = get_layerwise_info(module)
         if not info.can_load():
             continue  # complete, and processed already
-        given = {name for name, _ in info.loaded_weights}
+        # Experts are stacked, many tensors in one parameter: nothing but the count tells whether all came.
+        is_stacked = isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod)
+        given = set() if is_stacked else {name for name, _ in info.loaded_weights}
         for name, _ in module.named_parameters(recurse=False):
             if name not in given:
                 yield Holder(module, path, name).full_name

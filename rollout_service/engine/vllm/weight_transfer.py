@@ -34,7 +34,7 @@ from vllm.distributed.weight_transfer.base import (
 from asyncrl.core.errors import SyncError
 from asyncrl.core.runtime.faults import is_wanted
 from asyncrl.core.sockets.keys import ClientKeys
-from rollout_service.engine.checkpoint import read_tensors
+from rollout_service.engine.checkpoint import check_version, read_tensors
 from rollout_service.engine.probe import measure_logprobs
 from rollout_service.engine.probe_check import ProbeCheck, name_of
 from rollout_service.engine.vllm.nodes.relay import Relay
@@ -44,7 +44,7 @@ from rollout_service.engine.vllm.worker_seat import WorkerSeat
 from weight_sync.copies.pinned import BUFFER_BYTES, PinnedPipeline
 from weight_sync.copies.to_gpu import PinnedCopies
 from weight_sync.direct.seat import DeskAddress
-from weight_sync.memory.manifest import Manifest, check_tensors
+from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.staging import Staged, open_tensors
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     update_info_cls = StagedUpdateInfo
     outcome = ""
     """Error of the last load of this worker; empty if there was none."""
-    _newest: Manifest | None = None
 
     @cached_property
     def _seat(self) -> WorkerSeat:
@@ -137,8 +136,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
                 Or the load or the probe failed, here or on another worker of this model.
         """
         with self._together("check the tensors"):
-            # Generation is paused: a layout like that of the version before is not parsed anew.
-            manifest = self._newest = Manifest.from_bytes(update_info.manifest, self._newest)
+            manifest = Manifest.from_bytes(update_info.manifest)
             self._check(manifest)
         device = next(self.model.parameters()).device
         with self._carried(update_info.path, manifest) as path:
@@ -180,12 +178,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             if first.full_name in expected:
                 for other in others:  # some checkpoints hold a copy
                     expected.pop(other.full_name, None)
-        served = name_of(self.model_config.dtype)
-        check_tensors(
-            manifest,
-            {name: tensor.shape for name, tensor in expected.items()},
-            {name: {served, tensor.dtype} for name, tensor in expected.items()},
-        )
+        check_version(manifest, expected, name_of(self.model_config.dtype))
 
     def _load(self, number: int, tensors: Tensors) -> None:
         """Overwrite the model. Layers refer to `tensors`, and so to the file, until they are finalized."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 from asyncrl.core.staleness import PolicyVersion
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
 from rollout_service.tasks.digit_sort.warm_start import build_model
+from tests.different import as_saved
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Bucket, Manifest, Probe, TensorSpec, plan
 from weight_sync.memory.staging import Staged
@@ -47,6 +48,14 @@ def save_model(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
+def sent_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return views of the model's tensors, buffers that are saved too, by the names of a checkpoint."""
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return as_saved(named | buffers, model.config.model_type)
+
+
 @contextmanager
 def stage(
     model: PreTrainedModel, version: PolicyVersion, probe: Probe | None = None, change: Change = list
@@ -55,7 +64,7 @@ def stage(
 
     As a learner sends them: a tensor that two modules share comes once.
     """
-    tensors = dict(change((name, parameter.detach()) for name, parameter in model.named_parameters()))
+    tensors = dict(change(sent_tensors(model).items()))
     specs = [
         TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in tensors.items()

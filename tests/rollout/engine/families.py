@@ -7,10 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
@@ -23,6 +34,14 @@ CONFIGS: dict[str, Callable[..., LlamaConfig | Qwen2Config | Qwen3Config]] = {
     "qwen2": Qwen2Config,  # its q, k and v have biases
     "qwen3": Qwen3Config,  # its q and k have norms
 }
+MIXTURES: dict[str, Callable[..., PreTrainedConfig]] = {
+    "qwen3_moe": partial(
+        Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+    ),
+    "mixtral": partial(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": partial(OlmoeConfig, num_experts=4, num_experts_per_tok=2),
+}
+"""Families whose layers choose two of four experts for each token: an answer meets all of them."""
 VOCABULARIES = (87, 96, 128, 131, 151_936)
 """The engine pads to multiples of 64; the last one is Qwen's."""
 SPREAD = 0.15
@@ -61,14 +80,14 @@ class Form:
     def build(self, seed: int) -> PreTrainedModel:
         """Return the model of `seed`, in float32."""
         width = self.width
-        config = CONFIGS[self.family](
+        config = (CONFIGS | MIXTURES)[self.family](
             vocab_size=self.vocab_size,
             hidden_size=width.hidden,
             intermediate_size=width.intermediate,
             num_hidden_layers=2,
             num_attention_heads=width.heads,
             num_key_value_heads=width.key_value_heads,
-            **({} if self.family == "qwen2" else {"head_dim": width.head_size}),
+            **({} if self.family in ("qwen2", "olmoe") else {"head_dim": width.head_size}),
             max_position_embeddings=1024,
             tie_word_embeddings=self.is_tied,
             bos_token_id=BOS,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import Module, Parameter
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
@@ -157,6 +158,48 @@ def test_a_load_that_breaks_half_way_leaves_nothing_behind():
     load(model, [("embedding.weight", values(2)), ("middle.weight", values(3))])
     assert torch.equal(model.head.packed["weight"], values(2))
     assert model.embedding.weight is model.head.weight
+
+
+class PackingExperts(UnquantizedFusedMoEMethod):
+    """Packs when it makes its kernel, and otherwise leaves what it computes with, as vLLM's does on CPU."""
+
+    def __init__(self) -> None:
+        Module.__init__(self)
+        self.moe_kernel = None
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        if self.moe_kernel is None:
+            layer.packed = {name: tensor.detach().clone() for name, tensor in layer.named_parameters()}
+            self.moe_kernel = "made"
+
+
+def experts() -> Model:
+    """Return a model of two stacked experts, two rows each."""
+
+    def load_half(param: torch.Tensor, loaded_weight: torch.Tensor, half: int) -> None:
+        param.data[half * 2 : half * 2 + 2].copy_(loaded_weight)
+
+    stacked = weight()
+    stacked.weight_loader = load_half  # type: ignore[attr-defined]
+    matrix = Matrix(weight=stacked)
+    matrix.quant_method = PackingExperts()  # type: ignore[assignment]
+    matrix.quant_method.process_weights_after_loading(matrix)
+    return Model(experts=matrix)
+
+
+def test_experts_are_packed_again_at_every_load():
+    model = experts()
+    for number in (1, 2):
+        load(model, [(f"experts.weight[{half}]", values(number)[:2]) for half in (1, 0)])
+        assert torch.equal(model.experts.packed["weight"], values(number)), "it computes with older weights"
+
+
+def test_an_expert_that_got_nothing_is_found_beside_one_that_got_all():
+    model = experts()
+    with pytest.raises(SyncError, match=r"brought nothing .* \['experts.weight'\]"):
+        load(model, [("experts.weight[1]", values(1)[:2])])
+    load(model, [(f"experts.weight[{half}]", values(2)[:2]) for half in (0, 1)])
+    assert torch.equal(model.experts.packed["weight"], values(2))
 
 
 # --- what is refused when an engine starts --------------------------------------------------------

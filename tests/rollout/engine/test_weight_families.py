@@ -18,7 +18,7 @@ from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.protocol import Sampling
 from rollout_service.engine.vllm.engine import VllmEngine
 from tests.different import assert_all_differ
-from tests.rollout.engine.engine_parts import Change, LoopThread, logprobs_of, probe_of, stage
+from tests.rollout.engine.engine_parts import Change, LoopThread, logprobs_of, probe_of, sent_tensors, stage
 from tests.rollout.engine.families import WIDTHS, Form, start_engine, swap
 from tests.rollout.replica.flight_parts import TOLERANCE, Flight
 from tests.rollout.trained_steps import probe_rows_of, train
@@ -28,12 +28,16 @@ FORMS = (
     Form("qwen3", is_tied=True, vocab_size=131),
     Form("llama", is_tied=False, vocab_size=87, width=WIDTHS[3]),
     Form("qwen2", is_tied=True, vocab_size=96, width=WIDTHS[2]),
+    Form("qwen3_moe", is_tied=True, vocab_size=96),
+    Form("mixtral", is_tied=False, vocab_size=87),
+    Form("olmoe", is_tied=False, vocab_size=96, width=WIDTHS[0]),
 )
 OTHERS = [pytest.param(form, marks=pytest.mark.long) for form in FORMS[1:]]
 NUM_SWAPS = 20
 NUM_TOKENS = 24
 SEEN = 100 * TOLERANCE
 PROMPT = [5, 60, 33, 86, 17, 2]
+GREEDY = Sampling(1e-3, NUM_TOKENS, 1, ignores_eos=True)
 
 
 @dataclass
@@ -65,7 +69,7 @@ class Served:
 
         Returns the step that is refused, 0 for none.
         """
-        old = steps[0].get_parameter(stale).detach() if stale else None
+        old = sent_tensors(steps[0])[stale] if stale else None
         for step in range(1, len(steps)):
             try:
                 self.swap(
@@ -117,7 +121,7 @@ def test_every_token_in_flight_through_twenty_versions_is_of_the_version_that_it
 
 
 def test_a_change_of_each_tensor_alone_reaches_the_engine_s_log_probs(served: Served):
-    names = [name for name, _ in served.base.named_parameters()]
+    names = list(sent_tensors(served.base))
     assert len(names) >= 20
     versions: list[Any] = [served.base]
     first = served.engine.serving.number + 1
@@ -139,7 +143,7 @@ def test_each_tensor_that_an_engine_kept_is_found_by_the_probe_within_two_steps(
     probes = [probe_rows_of(model, tmp_path) for model in steps]
     for model, probe in zip(steps, probes, strict=True):
         served.swap(model, probe)
-    found = {name: served.step_of_refusal(steps, probes, name) for name, _ in served.base.named_parameters()}
+    found = {name: served.step_of_refusal(steps, probes, name) for name in sent_tensors(served.base)}
     assert set(found.values()) <= {1, 2}, {name: step for name, step in found.items() if not step}
     served.swap(steps[2], probes[2])
     assert served.difference(steps[2], served.base)[0] < TOLERANCE
@@ -177,7 +181,7 @@ def test_in_bfloat16_each_probe_passes_and_a_kept_tensor_is_refused_in_the_end(t
 def with_another(form: Form, name: str, seed: int) -> PreTrainedModel:
     """Return the model of seed 0 with the tensor `name` drawn anew."""
     model = form.build(0)
-    parameter = model.get_parameter(name)
+    parameter = sent_tensors(model)[name]
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(parameter.shape, generator=generator)
     with torch.no_grad():
@@ -200,3 +204,21 @@ def test_a_tied_head_that_comes_beside_the_embedding_is_refused(served: Served):
         served.loop.call(served.engine.swap(staged))
     swap(served.engine, served.loop, number + 1, model, probe_of(model))
     assert served.difference(model, served.base)[0] < TOLERANCE
+
+
+@pytest.mark.long
+def test_experts_follow_two_loads_and_come_back_bit_by_bit(tmp_path: Path):
+    form = Form("qwen3_moe", is_tied=True, vocab_size=96)
+    models = [form.build(seed) for seed in range(3)]
+    assert_all_differ(models, in_every_tensor=True)
+    with opened(form, models[0], tmp_path) as served:
+        first = served.loop.call(served.engine.generate(PROMPT, GREEDY, "first"))
+        for model in (*models[1:], models[0]):
+            served.swap(model, probe_of(model))
+            assert served.difference(model, models[0])[0] < TOLERANCE
+        again = served.loop.call(served.engine.generate(PROMPT, GREEDY, "again"))
+        assert again.token_ids.tolist() == first.token_ids.tolist()
+        assert again.logprobs.tolist() == first.logprobs.tolist()
+        missing = "model.layers.1.mlp.experts.3.up_proj.weight"
+        with pytest.raises(EngineError, match=rf"missing \['{missing}'\]"):
+            served.swap(models[1], probe_of(models[1]), lambda sent: [x for x in sent if x[0] != missing])

@@ -135,7 +135,6 @@ def test_the_probe_travels_unchanged():
         (["probe"], {"tokens": [1, 2], "logprobs": [], "row_tokens": 1, "every": 1}),
         (["probe"], {"tokens": [], "logprobs": [], "row_tokens": 2, "every": 1}),
         (["probe"], {"tokens": [1, 2], "logprobs": [-0.5], "row_tokens": 2, "every": 0}),
-        (["probe"], {"tokens": [1, 2], "logprobs": [-0.5], "row_tokens": 2}),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(path, value):

@@ -27,10 +27,10 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype
 
 from asyncrl.core.errors import SyncError
 from asyncrl.core.runtime.faults import is_wanted
-from rollout_service.engine.checkpoint import read_tensors
+from rollout_service.engine.checkpoint import check_version, read_tensors
 from rollout_service.engine.probe_check import ProbeCheck, Row, name_of
 from rollout_service.engine.sglang.messages import LOAD_REQUEST, Load, read_request
-from weight_sync.memory.manifest import Manifest, check_tensors
+from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.staging import Staged, open_tensors
 
 if TYPE_CHECKING:  # a `Decoder` is any of SGLang's models that has what this one has
@@ -76,12 +76,7 @@ def _check(manifest: Manifest, model: Decoder, config: ModelConfig) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
             expected.pop(name, None)  # some checkpoints hold a copy
-    served = str(config.dtype).removeprefix("torch.")
-    check_tensors(
-        manifest,
-        {name: tensor.shape for name, tensor in expected.items()},
-        {name: {served, tensor.dtype} for name, tensor in expected.items()},
-    )
+    check_version(manifest, expected, name_of(config.dtype))
 
 
 def _overwrite(
