@@ -59,6 +59,7 @@ SLOWEST_FIRST = (
 TOGETHER = {
     "learner ranks": (
         "tests/learner/backends/test_parallel.py",
+        "tests/learner/backends/experts/test_expert_parallel.py",
         "tests/learner/backends/fsdp2/test_fsdp2_parallel.py",
         "tests/learner/checkpoint/test_checkpoint_layouts.py",
         "tests/weight_sync/memory/test_publisher_client.py",

@@ -159,6 +159,8 @@ class BackendFacts:
         lacks: Options of `learner` without effect for it: `name`, or `name: value` for one value.
         hint: Its substitute for them; empty where another backend has the option.
         gpu_environment: Variables of a rank's process on a GPU.
+        unfit_experts: `module:function` of (`learner`, `Experts` or None) that yields what is wrong with a
+            layout, and a hint; empty where any layout will do.
     """
 
     policy: str
@@ -168,6 +170,7 @@ class BackendFacts:
     lacks: tuple[str, ...] = ()
     hint: str = ""
     gpu_environment: Mapping[str, str] = field(default_factory=dict)
+    unfit_experts: str = ""
 
 
 def journal_names() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.planner.plan.footprint.shared_memory import count_weights
+from asyncrl.planner.plan.footprint.sizes import count_held_weights
 from asyncrl.planner.plan.footprint.version_cost import ASSUMED_WEIGHTS, VersionCost
 from asyncrl.planner.rates import ASSUMED, Rates
 
@@ -73,7 +74,8 @@ def assume_rates(config: Config, size: ModelSize, kind: str, mean_tokens: float)
     item = ITEM_BYTES[config.model.dtype]
     num_gpus = config.rollout.gpus or 1  # a share of one computes that share
     num_ranks = config.learner.num_ranks * min(1.0, config.learner.gpus or 1.0)
-    model_bytes = size.num_weights * item
+    num_held = count_held_weights(size)
+    model_bytes = num_held * item  # a batch meets every expert
     cache_bytes = 2 * size.num_layers * size.num_key_value_heads * size.head_size * item
     peak, bandwidth = gpu.tflops * TERA * num_gpus, gpu.gb_per_s * GIGA * num_gpus
 
@@ -84,9 +86,9 @@ def assume_rates(config: Config, size: ModelSize, kind: str, mean_tokens: float)
 
     looks_back = config.algorithm.prox != "behaviour"
     forwards = BACKWARD_FORWARDS + looks_back + (config.algorithm.kl.coef > 0)
-    version_bytes = (count_weights(config.model.path) or size.num_weights) * item
+    version_bytes = (count_weights(config.model.path) or num_held) * item
     version = VersionCost.of(config, version_bytes)
-    saved_bytes = size.num_weights * (item + MOMENT_BYTES + (MAIN_BYTES if item < MAIN_BYTES else 0))
+    saved_bytes = num_held * (item + MOMENT_BYTES + (MAIN_BYTES if item < MAIN_BYTES else 0))
     return Rates(
         decode=tuple((float(n), n / step_s(n)) for n in POINTS),
         prefill_s_per_token=2 * size.num_weights / peak / DECODE_FLOPS_SHARE,

@@ -7,11 +7,16 @@ has no dimensions here; no other name is taken for it.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Container, Iterator, Mapping
 
-from asyncrl.core.config.models.architectures import FAMILIES, ModelSize, find_unsupported
+from asyncrl.core.config.models.architectures import (
+    FAMILIES,
+    ExpertNames,
+    Family,
+    ModelSize,
+    find_unsupported,
+)
 
 Table = Mapping[str, object]
 VARIANTS = ("-Base", "-Instruct")
@@ -85,19 +90,29 @@ def tensor_shapes(table: Mapping[str, object], has_head: bool) -> Iterator[tuple
     yield "model.embed_tokens.weight", vocabulary
     if has_head and not table.get("tie_word_embeddings", False):
         yield "lm_head.weight", vocabulary
-    for index, (name, shape) in itertools.product(
-        range(size.num_layers),
-        (
-            ("self_attn.q_proj", (queries, hidden)),
-            ("self_attn.k_proj", (keys, hidden)),
-            ("self_attn.v_proj", (keys, hidden)),
-            ("self_attn.o_proj", (hidden, queries)),
-            ("mlp.gate_proj", (size.intermediate_size, hidden)),
-            ("mlp.up_proj", (size.intermediate_size, hidden)),
-            ("mlp.down_proj", (hidden, size.intermediate_size)),
-        ),
-    ):
-        yield f"model.layers.{index}.{name}.weight", shape
+    attention = (
+        ("self_attn.q_proj", (queries, hidden)),
+        ("self_attn.k_proj", (keys, hidden)),
+        ("self_attn.v_proj", (keys, hidden)),
+        ("self_attn.o_proj", (hidden, queries)),
+    )
+    for index in range(size.num_layers):
+        for name, shape in (*attention, *_mlp_shapes(size, FAMILIES[str(table["model_type"])], index)):
+            yield f"model.layers.{index}.{name}.weight", shape
+
+
+def _mlp_shapes(size: ModelSize, family: Family, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield (name within the layer, shape) of the matrices behind a layer's attention."""
+    experts, hidden, names = size.experts, size.hidden_size, ExpertNames()
+    blocks, channels = ["mlp"], size.intermediate_size
+    if experts is not None and family.experts is not None and experts.layers[layer]:
+        names, channels = family.experts, experts.size
+        yield f"{names.block}.gate", (experts.num, hidden)
+        blocks = [f"{names.block}.experts.{number}" for number in range(experts.num)]
+    for block in blocks:
+        yield f"{block}.{names.gate}", (channels, hidden)
+        yield f"{block}.{names.up}", (channels, hidden)
+        yield f"{block}.{names.down}", (hidden, channels)
 
 
 def _vectors(table: Table) -> Iterator[int]:

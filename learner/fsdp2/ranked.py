@@ -68,7 +68,8 @@ class RankedModel:
         try:
             root, layers, weights = self._load(source)
             sharded = shard_module(root, layers, self._group, _make_sharding(config, self._dtype))
-            parameters = describe_parameters(root.named_hf_parameters(), self._group)
+            named = root.named_hf_parameters()
+            parameters = describe_parameters(named, self._group, weights.stored_names)
             weights.fill(parameters)
             self._engine = Engine(
                 sharded,
@@ -104,7 +105,8 @@ class RankedModel:
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for parameter in self._engine.parameters:
-            yield parameter.name, gather_whole(parameter, self._group, self._dtype)
+            whole = gather_whole(parameter, self._group, self._dtype)
+            yield from ((one.name, one.values) for one in parameter.split(whole, 0))
 
     @torch.no_grad()  # with gradients `to_local` is an operation of its own
     def named_parts(self) -> tuple[Part, ...]:
@@ -112,7 +114,8 @@ class RankedModel:
         shards = [parameter.shard for parameter in self._engine.parameters]
         addresses = [shard.data_ptr() for shard in shards]
         if addresses != self._part_addresses:
-            self._parts, self._part_addresses = tuple(map(_make_part, self._engine.parameters)), addresses
+            parts = [part for one in self._engine.parameters for part in _make_parts(one)]
+            self._parts, self._part_addresses = tuple(parts), addresses
         return self._parts
 
     def snapshot_state(self) -> Snapshot:
@@ -161,10 +164,10 @@ class RankedModel:
         raise NotImplementedError
 
 
-def _make_part(parameter: ShardedParameter) -> Part:
-    shape = tuple(parameter.tensor.shape)
-    values_RC = parameter.shard.reshape(-1, math.prod(shape[1:]))
-    return Part(parameter.name, shape, parameter.start, 0, values_RC)
+def _make_parts(parameter: ShardedParameter) -> Iterator[Part]:
+    for one in parameter.split(parameter.shard, parameter.start):
+        values_RC = one.values.reshape(-1, math.prod(one.shape[1:]))
+        yield Part(one.name, one.shape, one.start, 0, values_RC)
 
 
 def _make_lay_out(ways: Ways, device: torch.device, dtype: torch.dtype) -> Callable[[Sequence[int]], Rows]:

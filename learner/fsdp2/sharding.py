@@ -8,7 +8,7 @@ summed over ranks, in float32, and never divided: the loss is already a share of
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from learner.fsdp2.groups import RankGroup
+from learner.fsdp2.model.stacked import NamedRows, StoredNames
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,17 @@ class ShardedParameter:
     name: str
     tensor: DTensor
     start: int
+    stored_names: StoredNames
 
     @property
     def shard(self) -> torch.Tensor:
         """This rank's rows, live; there may be none."""
         local: torch.Tensor = self.tensor.to_local()
         return local.detach()
+
+    def split(self, rows: torch.Tensor, start: int) -> Iterator[NamedRows]:
+        """Yield the tensors of a checkpoint in `rows`, the parameter's from `start` on."""
+        return self.stored_names.split(self.name, rows, start, tuple(self.tensor.shape))
 
 
 def shard_module(
@@ -82,7 +88,7 @@ def shard_module(
 
 
 def describe_parameters(
-    named: Sequence[tuple[str, torch.Tensor]], group: RankGroup
+    named: Sequence[tuple[str, torch.Tensor]], group: RankGroup, names: StoredNames
 ) -> list[ShardedParameter]:
     """Return the parameters of a module that was cut; call it before the first forward pass.
 
@@ -92,7 +98,7 @@ def describe_parameters(
     for name, parameter in named:
         assert isinstance(parameter, DTensor), f"{name} was not cut"
         part = -(-parameter.shape[0] // group.size)
-        found.append(ShardedParameter(name, parameter, min(group.rank * part, parameter.shape[0])))
+        found.append(ShardedParameter(name, parameter, min(group.rank * part, parameter.shape[0]), names))
     return found
 
 

@@ -70,14 +70,17 @@ class TrainingState:
             shard, moments = parameter.shard, self._optimizer.state[parameter.tensor]
             if not shard.numel():
                 continue
-            everything = whole(parameter.name, tuple(parameter.tensor.shape))
-            rows = (parameter.start, parameter.start + len(shard))
             tensors = {kind: moments[kind].to_local() for kind in KINDS[1:]} | {KINDS[0]: shard}
-            yield _Held(
-                Piece(everything.name, everything.shape, rows, everything.columns),
-                {kind: tensors[kind].view(-1) for kind in KINDS},
-                moments["step"],
-            )
+            split = {kind: parameter.split(tensors[kind], parameter.start) for kind in KINDS}
+            for parts in zip(*split.values(), strict=True):
+                one = parts[0]
+                everything = whole(one.name, one.shape)
+                rows = (one.start, one.start + len(one.values))
+                yield _Held(
+                    Piece(everything.name, everything.shape, rows, everything.columns),
+                    {kind: part.values.view(-1) for kind, part in zip(KINDS, parts, strict=True)},
+                    moments["step"],
+                )
 
 
 def _generator_states() -> dict[str, torch.Tensor]:

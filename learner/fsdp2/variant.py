@@ -15,7 +15,7 @@ VARIANT = BackendFacts(
     "learner.fsdp2.backend:Fsdp2ValueBackend",
     takes_any_model=True,
     shards_weights=True,
-    lacks=("tp", "pp", "vpp", "cp", "overlap", "recompute: selective", "kernels: te"),
+    lacks=("tp", "pp", "vpp", "cp", "ep", "etp", "overlap", "recompute: selective", "kernels: te"),
     hint="fsdp2 cuts the model over learner.dp alone, overlaps by itself, and recomputes in full or "
     "not at all",
 )

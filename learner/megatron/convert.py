@@ -17,10 +17,12 @@ import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 
 from learner.megatron.groups import RankGroups
+from learner.megatron.model import experts
 
 _LAYER_PREFIX = "decoder.layers."
 _QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
-_GATE_UP = "mlp.linear_fc1.weight"
+_FUSED = "linear_fc1.weight"
+_GATE_UP = f"mlp.{_FUSED}"
 _DIRECT_IN_LAYER = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",  # of TransformerEngine
@@ -64,7 +66,7 @@ def load_parameters(
             start = group.rank() * len(parameter)
             part = _pad_rows(read(_DIRECT[name])[start : start + len(parameter)], len(parameter))
         else:
-            part = _read_part(name, config, read, group)
+            part = _read_part(name, config, read, experts.tensor_group(name, group))
         assert part.shape == parameter.shape, (
             f"{name}: {tuple(part.shape)} does not fit {tuple(parameter.shape)}"
         )
@@ -80,8 +82,9 @@ def global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, bool, torch.nn.P
     for name, parameter in chunk.named_parameters():
         if name.startswith(_LAYER_PREFIX):
             index, _, inner = name.removeprefix(_LAYER_PREFIX).partition(".")
-            number = vars(chunk.get_submodule(f"{_LAYER_PREFIX}{index}"))["layer_number"]  # from 1
-            yield f"{_LAYER_PREFIX}{number - 1}.{inner}", False, parameter
+            layer = chunk.get_submodule(f"{_LAYER_PREFIX}{index}")
+            number = vars(layer)["layer_number"]  # from 1
+            yield f"{_LAYER_PREFIX}{number - 1}.{experts.global_name(inner, layer)}", False, parameter
         elif name == "output_layer.weight" and is_tied:
             yield VOCABULARY[0], True, parameter
         else:
@@ -94,20 +97,21 @@ def export_chunk(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, full tensor) one at a time, on every rank of `group` in the same order.
 
-    Each step is a collective over `group`. With one rank a tensor may be a view of a live parameter:
-    it is valid until the next update. Copies of tied weights are left out.
+    Each step is a collective over `group`, or over the ranks that share experts. With one rank a tensor may
+    be a view of a live parameter: it is valid until the next update. Copies of tied weights are left out.
     """
     for name, is_copy, parameter in global_names(chunk):
         if is_copy:
             continue
-        full = _gather(name, parameter.detach(), group)
+        full = _gather(name, parameter.detach(), experts.tensor_group(name, group))
         if name in VOCABULARY:
             full = full[:vocab_size]
-        yield from to_hugging_face(name, full, config)
+        for one, tensor in experts.gather_experts(name, full, config):
+            yield from to_hugging_face(one, tensor, config)
 
 
 def export_shapes(
-    chunk: torch.nn.Module, config: TransformerConfig, vocab_size: int, num_ranks: int
+    chunk: torch.nn.Module, config: TransformerConfig, vocab_size: int, group: dist.ProcessGroup
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield (Hugging Face name, shape) of what `export_chunk` yields; no collective."""
     for name, is_copy, parameter in global_names(chunk):
@@ -116,11 +120,12 @@ def export_shapes(
         shape = list(parameter.shape)
         dimension = cut_dimension(name)
         if dimension is not None:
-            shape[dimension] *= num_ranks
+            shape[dimension] *= experts.tensor_group(name, group).size()
         if name in VOCABULARY:
             shape[0] = vocab_size
-        for hugging_face, tensor in to_hugging_face(name, torch.empty(shape, device="meta"), config):
-            yield hugging_face, tuple(tensor.shape)
+        for one in experts.names_of_place(name, config):
+            for hugging_face, tensor in to_hugging_face(one, torch.empty(shape, device="meta"), config):
+                yield hugging_face, tuple(tensor.shape)
 
 
 class WholeTensors:
@@ -138,7 +143,7 @@ class WholeTensors:
         self._groups, self._dtype = groups, dtype
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors of the model, stage by stage. Collective over stages and their tensor ranks."""
+        """Yield all tensors of the model, stage by stage. Collective over all ranks that share a copy."""
         num_stages = self._groups.pp.size()
         for chunk in self._chunks:
             for stage in range(num_stages):
@@ -151,7 +156,7 @@ class WholeTensors:
         """Yield the tensors of a stage's `chunk` on all stages."""
         groups = self._groups
         is_owner = groups.pp.rank() == stage
-        shapes = export_shapes(chunk, self._config, self._vocab_size, groups.tp.size())
+        shapes = export_shapes(chunk, self._config, self._vocab_size, groups.tp)
         table = groups.share_table_from(stage, list(shapes) if is_owner else None)
         assert isinstance(table, list)
         for name, shape in table:
@@ -166,7 +171,7 @@ def merge(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
     dimension = cut_dimension(name)
     if dimension is None or len(parts) == 1:
         return parts[0]
-    if name.endswith(_GATE_UP):
+    if name.endswith(_FUSED):
         halves = [part.chunk(2) for part in parts]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
     return torch.cat(parts, dimension)
@@ -229,8 +234,11 @@ def _read_part(
         return torch.cat(
             [read(f"{prefix}mlp.{part}_proj.weight").chunk(size)[rank] for part in ("gate", "up")]
         )
-    full, dimension = read(prefix + _DIRECT_IN_LAYER[inner]), cut_dimension(name)
-    return full if dimension is None else full.chunk(size, dimension)[rank]
+    dimension = cut_dimension(name)
+    names = experts.checkpoint_names(inner, config) or (_DIRECT_IN_LAYER[inner],)
+    whole = [read(prefix + one) for one in names]
+    parts = [full if dimension is None else full.chunk(size, dimension)[rank] for full in whole]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def to_hugging_face(
@@ -249,5 +257,7 @@ def to_hugging_face(
         gate, up = full.chunk(2)
         yield f"{prefix}mlp.gate_proj.weight", gate
         yield f"{prefix}mlp.up_proj.weight", up
+    elif names := experts.checkpoint_names(inner, config):
+        yield from zip((prefix + one for one in names), full.chunk(len(names)), strict=True)
     else:
         yield prefix + _DIRECT_IN_LAYER[inner], full

@@ -59,6 +59,8 @@ def install() -> None:
         warnings.simplefilter("ignore")  # Megatron warns about Transformer Engine and Apex being absent
         for name in _MODULES:
             importlib.import_module(name)
+    # Routers of 0.16.1 ask for it without Transformer Engine too.
+    vars(importlib.import_module("megatron.core.transformer.moe.moe_utils")).setdefault("te_general_gemm")
     if torch.cuda.is_available():
         return
     fused = importlib.import_module("megatron.core.fusions.fused_bias_dropout").bias_dropout_add_fused_train
@@ -72,6 +74,7 @@ def install() -> None:
         for module in unadapted:
             module.__dict__["torch"] = stand_in
         _rebind_rng()
+        _rebind_token_counts()
 
 
 @contextlib.contextmanager
@@ -120,6 +123,10 @@ class _CudaOfCpu(types.ModuleType):
         self.manual_seed = torch.manual_seed
         self.get_rng_state = lambda *_: torch.get_rng_state()
         self.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+        # Experts' counts are copied to the host on a stream of their own.
+        self.Stream = self.Event = _NoStream
+        self.current_stream = lambda *_: _NoStream()
+        self.stream = lambda *_: contextlib.nullcontext()
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch.cuda, name)
@@ -127,6 +134,15 @@ class _CudaOfCpu(types.ModuleType):
 
 def _do_nothing(*_: object, **__: object) -> None:
     return None
+
+
+class _NoStream:
+    """A stream, and an event, of a machine without streams."""
+
+    wait_stream = wait_event = synchronize = wait = record = _do_nothing
+
+    def record_event(self, *_: object) -> _NoStream:
+        return self
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -147,4 +163,12 @@ def _rebind_rng() -> None:
     # On a CPU the tracker warns at every fork that the CPU's generator moved: here that is the point.
     logging.getLogger(_RNG_LOGGER).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+def _rebind_token_counts() -> None:
+    """Hand counts of experts' tokens to torch.distributed as numbers; Megatron does so from CUDA alone."""
+    dispatcher = vars(importlib.import_module("megatron.core.transformer.moe.token_dispatcher"))
+    dispatcher["maybe_move_tensor_to_cpu"] = lambda counts, as_numpy=False, record_stream=False: (
+        counts.numpy() if as_numpy and torch.is_tensor(counts) else counts
     )

@@ -36,7 +36,7 @@ from weight_sync.memory.parts import Part
 cpu_adaptor.install()  # before anything of Megatron is bound below
 
 from learner.megatron import convert, groups  # noqa: E402
-from learner.megatron.model import architecture, heads, te_layers  # noqa: E402
+from learner.megatron.model import architecture, experts, heads, te_layers  # noqa: E402
 from learner.megatron.optimizer.updates import Updates, bind_weight_gradient  # noqa: E402
 from learner.megatron.rows import ExportedParts  # noqa: E402
 from learner.megatron.schedule import ColumnsLoss, Schedule  # noqa: E402
@@ -75,6 +75,7 @@ class Engine:
         self._architecture = architecture.read_architecture(model_path)
         self._parallelism = architecture.Parallelism.of(config)
         architecture.check_parallelism(self._architecture, self._parallelism)
+        experts.check_experts(self._architecture.experts, config)
         self._groups = groups.join_groups(placement, self._parallelism, config.gpus, seed)
         self._lr, self._num_updates, self._loss_scale = config.lr, 0, LossScale(self._dtype)
         self._max_tokens = config.max_tokens_per_microbatch
@@ -153,7 +154,7 @@ class Engine:
         self._sync_parameters()
         if dist.get_rank() == 0:
             pretrained.write_folder(self._source, folder, self._whole.read(), self._dtype)
-        elif self.dp_rank == 0 and self._groups.cp.rank() == 0:
+        elif self._parallelism.ep > 1 or self.dp_rank == self._groups.cp.rank() == 0:
             for _ in self._whole.read():
                 pass
         dist.barrier()
@@ -182,7 +183,7 @@ class Engine:
         """Return the head's output [C, N] on the CPU, on every rank."""
         self._sync_parameters()
         num_columns = 2 + has_squares if self._kind == "policy" else 1
-        if not batch.num_rows:
+        if not batch.num_rows and self._parallelism.ep == 1:
             return torch.zeros(num_columns, 0)
 
         def run() -> tuple[Sequence[PackedBatch], list[torch.Tensor]]:
@@ -254,7 +255,7 @@ class Engine:
         one may take longer than the others, and they wait for it.
         """
         is_alone = dist.get_world_size() == 1
-        is_apart = self._parallelism.num_copies == 1 and not self._parallelism.overlap
+        is_apart = self._parallelism.num_copies == self._parallelism.ep == 1 and not self._parallelism.overlap
         while True:
             try:
                 return run()
@@ -290,7 +291,7 @@ class Engine:
         """Make gradient buffers and optimizer; return the chunks wrapped in them."""
         self._updates = Updates(self._chunks, self._transformer, self._config, self._dtype)
         self._state = TrainingState(
-            self._chunks, self._updates.optimizer, self._transformer, self._architecture.vocab_size
+            self._chunks, self._updates.optimizers, self._transformer, self._architecture.vocab_size
         )
         return list(self._updates.chunks)
 
@@ -305,7 +306,10 @@ class Engine:
             return self._gate is None or self._gate(norm, metrics)
 
         grad_norm, has_stepped = self._training.step(lr, self._config.grad_clip, may_step, scale)
-        return {"actor/grad_norm": grad_norm, "actor/lr": lr, "actor/skipped_updates": float(not has_stepped)}
+        done = {"actor/grad_norm": grad_norm, "actor/lr": lr, "actor/skipped_updates": float(not has_stepped)}
+        if self._kind == "policy":
+            done |= experts.take_balance(self._chunks, self._architecture.experts, self._groups.device)
+        return done
 
     def _sum_totals(self, totals: Totals) -> Totals:
         if self.dp_size == 1:

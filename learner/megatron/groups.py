@@ -111,12 +111,18 @@ def join_groups(placement: Placement, parallelism: Parallelism, gpus: float, see
         groups.pp.size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         groups.cp.size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
         dist.get_world_size(),
     )
-    wanted = (parallelism.tp, parallelism.pp, parallelism.vpp, parallelism.cp, placement.world_size)
+    layout = parallelism
+    wanted = (
+        *(layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp),
+        placement.world_size,
+    )
     if found != wanted:
         raise ConfigError(
-            f"a model with tp, pp, vpp, cp, ranks = {wanted} cannot join groups of {found}",
+            f"a model with tp, pp, vpp, cp, ep, etp, ranks = {wanted} cannot join groups of {found}",
             hint="All models of the learner have the same layout",
         )
     return groups
@@ -146,6 +152,8 @@ def _start(placement: Placement, parallelism: Parallelism, device: torch.device,
         pipeline_model_parallel_size=parallelism.pp,
         virtual_pipeline_model_parallel_size=parallelism.vpp if parallelism.vpp > 1 else None,
         context_parallel_size=parallelism.cp,
+        expert_model_parallel_size=parallelism.ep,
+        expert_tensor_parallel_size=parallelism.etp,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(placement.timeout_s / 60)),
     )

@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 
 from learner.checkpoint.pieces import RowRun
 from learner.megatron import convert
+from learner.megatron.model.experts import is_expert, tensor_group
 from weight_sync.memory.parts import Part, split_parts
 
 
@@ -32,21 +33,25 @@ class ExportedParts:
         """Return the parts; the same ones as before while the parameters are where they were."""
         addresses = [parameter.data_ptr() for parameter in self._parameters]
         if addresses != self._addresses:
-            index = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-            count = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
             owned = [part for is_owned, part in self.find_held() if is_owned]
-            self._parts = tuple(split_parts(owned, index, count))
+            shared = [part for part in owned if not is_expert(part.name)]
+            sharing = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            self._parts = tuple(split_parts(shared, sharing.rank(), sharing.size()))
+            if len(shared) < len(owned):
+                sharing = parallel_state.get_expert_data_parallel_group()
+                experts = [part for part in owned if is_expert(part.name)]
+                self._parts += tuple(split_parts(experts, sharing.rank(), sharing.size()))
             self._addresses = addresses
         return self._parts
 
     def find_held(self) -> Iterator[tuple[bool, Part]]:
         """Yield (whether this rank and those with the same parameters own it, part) of all parameters."""
-        is_first = tensor_rank()[0] == 0
         for chunk in self._chunks:
             for name, is_copy, parameter in convert.global_names(chunk):
-                is_owned = not is_copy and (convert.cut_dimension(name) is not None or is_first)
+                place = tensor_rank(name)
+                is_owned = not is_copy and (convert.cut_dimension(name) is not None or place[0] == 0)
                 matrix_RC = parameter.detach().reshape(len(parameter), -1)
-                for run in row_runs(name, parameter.shape, self._config, self._vocab_size, tensor_rank()):
+                for run in row_runs(name, parameter.shape, self._config, self._vocab_size, place):
                     values_RC = matrix_RC[run.local_row : run.local_row + run.num_rows]
                     yield is_owned, Part(run.name, run.shape, run.row, run.column, values_RC)
 
@@ -86,12 +91,10 @@ def row_runs(
     return (RowRun(0, max(0, min(num_rows, hf_shape[0] - first)), hf, hf_shape, first),)
 
 
-def tensor_rank() -> tuple[int, int]:
-    """Return this rank's place among those that share one copy of the model, and how many there are."""
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+def tensor_rank(name: str) -> tuple[int, int]:
+    """Return this rank's place among those that the parameter `name` is cut over, and how many there are."""
+    group = tensor_group(name, parallel_state.get_tensor_model_parallel_group())
+    return group.rank(), group.size()
 
 
 def _qkv_runs(

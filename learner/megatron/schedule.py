@@ -3,7 +3,7 @@
 Owns the inputs of the model and where its outputs go. It must never divide a loss: losses are shares of
 the minibatch, gradients are summed. Invariant: all ranks of one copy of the model run the same number
 of microbatches. Data-parallel ranks may run different numbers: they meet only when gradients are
-reduced, after the last.
+reduced, after the last. Those that share experts meet in each layer, and pass empty ones to run as many.
 
 Shapes: N positions of a microbatch, C columns of the head's output.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
@@ -32,11 +33,15 @@ ColumnsLoss = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, Mapping[
 
 @dataclass(frozen=True)
 class _Inputs:
-    """A microbatch as every stage reads it. `tokens_1N` are this rank's share, padded."""
+    """A microbatch as every stage reads it. `tokens_1N` are this rank's share, padded.
+
+    `is_padding_1N` tells where, for routers; None for a model without.
+    """
 
     microbatch: PackedBatch
     tokens_1N: torch.Tensor
     rows: PackedRows
+    is_padding_1N: torch.Tensor | None
 
 
 class Schedule:
@@ -103,7 +108,7 @@ class Schedule:
         has_squares: bool = False,
     ) -> list[Any]:
         inputs = [self._prepare(microbatch) for microbatch in microbatches]
-        num_padding = -len(inputs) % self._num_multiple
+        num_padding = self._count_passes(len(inputs)) - len(inputs)
         inputs += [self._prepare(microbatches[0].select_groups(()))] * num_padding if num_padding else []
         for one in inputs:
             one.rows.has_squares = has_squares
@@ -121,6 +126,13 @@ class Schedule:
         )
         return list(results)[: len(microbatches)]
 
+    def _count_passes(self, num_microbatches: int) -> int:
+        """Return the number of passes: with experts that ranks share, the same on all. Collective then."""
+        count = num_microbatches
+        if self._config.expert_model_parallel_size > 1:
+            count = int(self._groups.all_reduce(torch.tensor(count), dist.ReduceOp.MAX))
+        return -(-count // self._num_multiple) * self._num_multiple
+
     def _prepare(self, microbatch: PackedBatch) -> _Inputs:
         groups, config = self._groups, self._config
         rows = describe_rows(
@@ -134,7 +146,9 @@ class Schedule:
         microbatch = microbatch.to(groups.device)
         assert rows.share is not None
         rows.labels_N = rows.share.take(microbatch.labels_N)
-        return _Inputs(microbatch, rows.share.take(microbatch.tokens_N)[None], rows)
+        has_routers = config.num_moe_experts is not None
+        is_padding_1N = (rows.share.own_N >= rows.share.num_tokens)[None] if has_routers else None
+        return _Inputs(microbatch, rows.share.take(microbatch.tokens_N)[None], rows, is_padding_1N)
 
     def _gather(self, output_CN: torch.Tensor, rows: PackedRows) -> torch.Tensor:
         """Return the output of whole rows, without padding."""
@@ -174,5 +188,7 @@ def _step_forward(
     finish: Callable[..., object], iterator: Iterator[_Inputs], chunk: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[..., object]]:
     inputs = next(iterator)
-    output: torch.Tensor = chunk(inputs.tokens_1N, None, None, packed_seq_params=inputs.rows)
+    output: torch.Tensor = chunk(
+        inputs.tokens_1N, None, None, packed_seq_params=inputs.rows, padding_mask=inputs.is_padding_1N
+    )
     return output, functools.partial(finish, inputs)

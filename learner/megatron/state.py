@@ -59,12 +59,12 @@ class TrainingState:
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
-        optimizer: DistributedOptimizer,
+        optimizers: Sequence[DistributedOptimizer],
         config: TransformerConfig,
         vocab_size: int,
     ) -> None:
         self._chunks = chunks
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._config = config
         self._vocab_size = vocab_size
         self._copies = HostCopies()
@@ -106,6 +106,8 @@ class TrainingState:
             "tp": parallel_state.get_tensor_model_parallel_world_size(),
             "pp": parallel_state.get_pipeline_model_parallel_world_size(),
             "cp": parallel_state.get_context_parallel_world_size(),
+            "ep": parallel_state.get_expert_model_parallel_world_size(),
+            "etp": parallel_state.get_expert_tensor_parallel_world_size(),
         }
 
     def shards(self) -> Iterator[Shard]:
@@ -115,11 +117,13 @@ class TrainingState:
             for chunk in self._chunks
             for name, is_copy, parameter in convert.global_names(chunk)
         }
-        for parameter, main, state in held_values(self._optimizer):
+        held = ((optimizer, *found) for optimizer in self._optimizers for found in held_values(optimizer))
+        for optimizer, parameter, main, state in held:
             name, is_copy = names[parameter]
-            owned = self._optimizer._get_model_param_range_map(parameter)["param"]
+            owned = optimizer._get_model_param_range_map(parameter)["param"]
+            place = rows.tensor_rank(name)
             yield Shard(
-                runs=rows.row_runs(name, parameter.shape, self._config, self._vocab_size, rows.tensor_rank()),
+                runs=rows.row_runs(name, parameter.shape, self._config, self._vocab_size, place),
                 num_columns=parameter[0].numel(),
                 start=owned.start,
                 end=owned.end,
@@ -130,7 +134,7 @@ class TrainingState:
 
     def _is_owner(self, name: str) -> bool:
         """Whether this tensor-parallel rank writes `name`: each its part, rank 0 what all have alike."""
-        return convert.cut_dimension(name) is not None or rows.tensor_rank()[0] == 0
+        return convert.cut_dimension(name) is not None or rows.tensor_rank(name)[0] == 0
 
 
 def _values(main: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

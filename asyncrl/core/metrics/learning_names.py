@@ -83,7 +83,10 @@ _ACTOR = [
         ("actor/grad_norm", "1", "Norm of the gradient before clipping"),
         ("actor/lr", "1", "Learning rate of the update"),
         ("actor/skipped_updates", "share", "Updates not applied: not finite, or refused by the guard"),
+        ("actor/router_entropy", "nats", "Entropy of a mixture's routers per token and layer"),
     ),
+    Metric("actor/expert_load_max", "1", "Most positions of an expert in a layer; 1: even", "max"),
+    Metric("actor/expert_load_min", "1", "Fewest positions of an expert in a layer; 1: even", "min"),
     *means(
         "counted tokens",
         ("actor/entropy", "nats", "Entropy per token under the weights at the step's start"),

@@ -5,12 +5,13 @@ Owns what the model folders on this machine say. Nothing is loaded: a `config.js
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.core.config.models.architectures import find_unsupported
+from asyncrl.core.config.models.architectures import Experts, find_unsupported
 from asyncrl.core.config.models.divisibility import find_uneven_cuts
 from asyncrl.core.config.tree import Config, LearnerSection
 from asyncrl.core.variants import backend_facts, backend_names, function
@@ -153,4 +154,7 @@ def _find_uneven_cuts(table: Mapping[str, object], learner: LearnerSection) -> I
         intermediate_size=intermediate_size,
         vocab_size=vocab_size,
     )
-    yield from (f"{problem}; {hint[0].lower()}{hint[1:]}" for problem, hint in uneven)
+    problems, find_unfit = list(uneven), backend_facts(learner.backend).unfit_experts
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        problems += function(find_unfit)(learner, Experts.read(table)) if find_unfit else ()
+    yield from (f"{problem}; {hint[0].lower()}{hint[1:]}" for problem, hint in problems)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.core.errors import ConfigError
 from learner.checkpoint.pretrained import PretrainedTensors
+from learner.fsdp2.model.stacked import StoredNames
 from learner.fsdp2.sharding import ShardedParameter
 
 
@@ -29,12 +30,12 @@ class StoredWeights:
         inside = {id(tensor) for tensor in (*wanted.parameters(), *wanted.buffers())}
         kept = model.state_dict(keep_vars=True)
         buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-        self._tensors = tensors
+        self._tensors, self.stored_names = tensors, StoredNames.of(model.config)
         self._names: dict[torch.Tensor, str] = {}  # tied parameters come once
         for name, target in (*model.named_parameters(), *buffers.items()):
             if id(target) not in inside:
                 continue
-            stored = tensors.read(name)
+            stored = self.stored_names.read(tensors, name, target)
             if stored.shape != target.shape:
                 raise ConfigError(
                     f"'{name}' is stored as {tuple(stored.shape)}, the model has {tuple(target.shape)}",
@@ -69,14 +70,14 @@ class StoredWeights:
         for parameter in parameters:
             if parameter.name in stored:
                 shard = parameter.shard
-                rows = slice(parameter.start, parameter.start + len(shard))
-                shard.copy_(self._tensors.read(parameter.name)[rows])
+                shard.copy_(self.stored_names.read(self._tensors, parameter.name, shard, parameter.start))
 
     @contextmanager
     def _held(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         before = [(one, one.data) for one in parameters if one in self._names]
         for one, _ in before:
-            one.data = self._tensors.read(self._names[one]).to(torch.float32, copy=True)
+            stored = self.stored_names.read(self._tensors, self._names[one], one)
+            one.data = stored.to(torch.float32, copy=True)
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +29,7 @@ from asyncrl.core.config.models.architectures import (
 from asyncrl.core.config.models.divisibility import find_uneven_cuts, pad_vocabulary
 from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.errors import ConfigError
+from learner.megatron.model.experts import FamilyConfig, describe_experts
 
 _RECOMPUTE: dict[str, dict[str, object]] = {
     "none": {},
@@ -60,7 +61,7 @@ class Rope:
     stretch: Stretch | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Architecture(ModelSize):
     """The shape of a supported model. Sizes are counts."""
 
@@ -85,6 +86,8 @@ class Parallelism:
     sequence_parallel: bool = False
     overlap: bool = False
     recompute: str = "none"
+    ep: int = 1
+    etp: int = 1
 
     @property
     def num_copies(self) -> int:
@@ -101,6 +104,8 @@ class Parallelism:
             sequence_parallel=config.sequence_parallel and config.tp > 1,
             overlap=config.overlap,
             recompute=config.recompute,
+            ep=config.ep,
+            etp=config.expert_tp,
         )
 
 
@@ -117,7 +122,7 @@ def read_architecture(folder: Path) -> Architecture:
     for problem, hint in find_unsupported(table):
         raise ConfigError(f"{path}: {problem}", hint=hint)
     return Architecture(
-        **asdict(ModelSize.read(table)),
+        **vars(ModelSize.read(table)),
         family=FAMILIES[table["model_type"]],
         norm_eps=table["rms_norm_eps"],
         is_tied=table.get("tie_word_embeddings", False),
@@ -148,7 +153,7 @@ def make_transformer_config(
     kernels: Literal["local", "transformer_engine"] = "local",
 ) -> TransformerConfig:
     """Return Megatron's configuration of the model, whose layers are by `kernels`."""
-    return TransformerConfig(
+    return FamilyConfig(
         transformer_impl=kernels,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         num_layers=architecture.num_layers,
@@ -189,6 +194,7 @@ def make_transformer_config(
         overlap_p2p_comm=parallelism.vpp > 1,
         batch_p2p_comm=parallelism.vpp == 1,
         **_RECOMPUTE[parallelism.recompute],
+        **describe_experts(architecture.experts, architecture.family, parallelism.ep, parallelism.etp),
         # Gradients are summed over data-parallel ranks: the loss is already a share of the whole.
         calculate_per_token_loss=True,
     )

@@ -17,9 +17,11 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from learner.megatron.model import te_layers
 from learner.megatron.model.attention import RowAttention
+from learner.megatron.model.experts import MeasuredRouter
 from learner.megatron.model.kernels import gated_silu, normalise
 from learner.megatron.model.packing import PackedRows
 
@@ -80,17 +82,28 @@ def make_layer_spec(config: TransformerConfig, vp_stage: int | None) -> Transfor
     )
     if config.transformer_impl == te_layers.NAME:
         layer, norm = te_layers.make_layer(config, SwiGLU)
-    else:
-        layer, norm = _make_torch_layer(config), RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+    layers = [_make_torch_layer(config, None)] * num_layers
+    if config.num_moe_experts is not None:
+        first = get_transformer_layer_offset(
+            config, vp_stage=vp_stage, pp_rank=parallel_state.get_pipeline_model_parallel_rank()
+        )
+        kinds = config.moe_layer_freq[first : first + num_layers]
+        layers = [_make_torch_layer(config, config.num_moe_experts if kind else None) for kind in kinds]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _make_torch_layer(config: TransformerConfig) -> ModuleSpec:
-    layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+def _make_torch_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    layer: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     parts.sharded_state_dict_keys_map = {}
-    parts.mlp.submodules.activation_func = SwiGLU
+    mlp = parts.mlp if num_experts is None else parts.mlp.submodules.experts
+    mlp.submodules.activation_func = SwiGLU
+    if num_experts is not None:
+        parts.mlp.submodules.router = MeasuredRouter
     attention = parts.self_attention.submodules
     attention.core_attention = RowAttention
     if config.qk_layernorm:

@@ -55,9 +55,10 @@ class Updates:
             for index, chunk in enumerate(chunks)
         ]
         if not overlaps:
-            for group in (group for chunk in self.chunks for group in chunk.bucket_groups):
-                _spare_lone_rank(group)
-        self.optimizer = _make_optimizer(self.chunks, config, dtype, overlaps)
+            for chunk in self.chunks:
+                for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                    _spare_lone_rank(group)
+        self.optimizers = _make_optimizers(self.chunks, config, dtype, overlaps)
         self._overlaps, self._is_behind = overlaps, False
         self._device = next(chunks[0].parameters()).device
         if config.offload:
@@ -69,15 +70,17 @@ class Updates:
     def zero_gradients(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         # The forward pass now fetches, part by part, the weights that the last update left to fetch.
         self._is_behind = False
 
     def raise_offload(self) -> str:
         """Keep AdamW on the host from now on; return what was moved, "" if it is there already."""
-        if self._device.type == "cpu" or isinstance(self.optimizer.optimizer, HostAdamW):
+        if self._device.type == "cpu" or isinstance(self.optimizers[0].optimizer, HostAdamW):
             return ""
-        move_to_host(self.optimizer)
+        for optimizer in self.optimizers:
+            move_to_host(optimizer)
         return "the optimizer and its state"
 
     def step(
@@ -89,17 +92,19 @@ class Updates:
             may_step: Asked with the norm before clipping, if that is finite.
             scale: Factor of the loss.
         """
-        for group in self.optimizer.optimizer.param_groups:
+        for group in (group for optimizer in self.optimizers for group in optimizer.optimizer.param_groups):
             group["lr"] = lr
         if scale != 1.0:
             for chunk in self.chunks:
                 chunk.scale_gradients(1.0 / scale)
-        self.optimizer.prepare_grads()
+        for optimizer in self.optimizers:
+            optimizer.prepare_grads()
         grad_norm = self._measure_gradients()
         has_stepped = math.isfinite(grad_norm) and may_step(grad_norm)
         if has_stepped:
             self._clip_gradients(grad_clip / (grad_norm + 1e-6))
-            self.optimizer.step_with_ready_grads()
+            for optimizer in self.optimizers:
+                optimizer.step_with_ready_grads()
             self._is_behind = self._overlaps
         return grad_norm, has_stepped
 
@@ -112,11 +117,11 @@ class Updates:
 
     def restore_parameters(self) -> None:
         """Take the weights from the optimizer, as after an update. Collective."""
-        inner = self.optimizer.optimizer
-        if isinstance(inner, HostAdamW):
-            inner.send_weights()
-        else:
-            self.optimizer._copy_main_params_to_model_params()
+        for optimizer in self.optimizers:
+            if isinstance(optimizer.optimizer, HostAdamW):
+                optimizer.optimizer.send_weights()
+            else:
+                optimizer._copy_main_params_to_model_params()
         for chunk in self.chunks:
             chunk.start_param_sync(force_sync=True)
         self._is_behind = False
@@ -126,15 +131,16 @@ class Updates:
 
         Megatron's own function waits for each tensor's norm where neither Apex nor TransformerEngine is.
         """
-        gradients = self.optimizer.get_main_grads_for_grad_norm()
+        gradients = [x for optimizer in self.optimizers for x in optimizer.get_main_grads_for_grad_norm()]
         norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=self._device)]
         square = torch.linalg.vector_norm(torch.stack(list(norms))).square()
-        dist.all_reduce(square, group=self.optimizer.get_grad_stats_parallel_group())
+        dist.all_reduce(square, group=self.optimizers[0].get_grad_stats_parallel_group())
         return math.sqrt(float(square))
 
     def _clip_gradients(self, scale: float) -> None:
-        name = "decoupled_grad" if isinstance(self.optimizer.optimizer, HostAdamW) else "grad"
-        found = (getattr(parameter, name) for parameter in self.optimizer.get_parameters())
+        name = "decoupled_grad" if isinstance(self.optimizers[0].optimizer, HostAdamW) else "grad"
+        parameters = (parameter for optimizer in self.optimizers for parameter in optimizer.get_parameters())
+        found = (getattr(parameter, name) for parameter in parameters)
         gradients = [gradient for gradient in found if gradient is not None]
         if scale < 1.0 and gradients:
             torch._foreach_mul_(gradients, scale)
@@ -188,9 +194,10 @@ def _do_nothing(*_: object, **__: object) -> None:
     return None
 
 
-def _make_optimizer(
+def _make_optimizers(
     chunks: list[DistributedDataParallel], config: LearnerSection, dtype: torch.dtype, overlaps: bool
-) -> DistributedOptimizer:
+) -> tuple[DistributedOptimizer, ...]:
+    """Return the optimizer, and behind it that of experts that other ranks share than the rest."""
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -212,11 +219,13 @@ def _make_optimizer(
     megatron.core.optimizer.Adam, megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
     with cpu_adaptor.cuda_type_names(parameters):
         chain = get_megatron_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
-    (optimizer,) = chain.chained_optimizers
-    inner = optimizer.optimizer
-    assert isinstance(inner, torch.optim.AdamW), (
-        f"{type(inner)} keeps its step elsewhere: state.py does not know it"
-    )
-    for group in inner.param_groups:
-        group["fused"] = True  # one call for all parameters instead of a dozen each
-    return optimizer
+    optimizers = tuple(chain.chained_optimizers)
+    groups = [optimizer.get_grad_stats_parallel_group() for optimizer in optimizers]
+    assert all(group == groups[0] for group in groups), "one norm for all gradients"
+    for inner in (optimizer.optimizer for optimizer in optimizers):
+        assert isinstance(inner, torch.optim.AdamW), (
+            f"{type(inner)} keeps its step elsewhere: state.py does not know it"
+        )
+        for group in inner.param_groups:
+            group["fused"] = True  # one call for all parameters instead of a dozen each
+    return optimizers

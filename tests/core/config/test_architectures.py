@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.planner.named_models import tensor_shapes
+from asyncrl.core.config.models.architectures import ModelSize
+from asyncrl.planner.named_models import count_weights, tensor_shapes
+from asyncrl.planner.plan.footprint.sizes import count_expert_weights, count_held_weights
+from tests.rollout.engine.engine_parts import sent_tensors
 from tests.rollout.engine.families import CONFIGS, PLAIN, WIDTHS, Form
+
+MIXTURES = [Form("qwen3_moe", is_tied=False, vocab_size=87), Form("mixtral", is_tied=False, vocab_size=87)]
 
 FORMS = [
     Form(family, is_tied, 87, width)
     for family in CONFIGS
     for is_tied in (True, False)
     for width in (WIDTHS[:3] if family == "qwen2" else WIDTHS)
-]
+] + MIXTURES
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_the_tensors_that_a_config_tells_of_are_those_of_the_model(form: Form) -> None:
     model = form.build(seed=1)
-    there = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    there = {name: tuple(tensor.shape) for name, tensor in sent_tensors(model).items()}
     told = dict(tensor_shapes(model.config.to_dict(), has_head=True))
     assert told.items() <= there.items()
     matrices = {name for name, shape in there.items() if len(shape) == 2}
-    assert matrices - set(told) == ({"lm_head.weight"} if form.is_tied else set())
+    assert matrices == set(told)
+
+
+@pytest.mark.parametrize("form", MIXTURES, ids=str)
+def test_a_token_meets_some_of_the_experts_and_the_memory_holds_all(form: Form) -> None:
+    model = form.build(seed=1)
+    table, tensors = model.config.to_dict(), sent_tensors(model)
+    size, embedding = ModelSize.read(table), tensors["model.embed_tokens.weight"].numel()
+    experts = sum(tensor.numel() for name, tensor in tensors.items() if ".experts." in name)
+    matrices = sum(tensor.numel() for tensor in tensors.values() if tensor.ndim == 2) - embedding
+    assert size.experts is not None and count_expert_weights(size) == experts
+    assert size.num_weights == matrices - experts + experts * 2 // size.experts.num
+    assert count_held_weights(size) == matrices
+    assert count_weights(table) == sum(tensor.numel() for tensor in tensors.values())
 
 
 def test_a_model_that_is_not_supported_is_told_nothing_of() -> None:

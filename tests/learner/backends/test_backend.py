@@ -94,7 +94,7 @@ def test_recompute_full_runs_every_layer_again(model, recompute, num_calls):
 
 def test_the_optimizer_of_a_learner_on_the_cpu_is_on_the_host_already(model):
     backend = open_backend(model, offload=True)
-    assert type(backend._updates.optimizer.optimizer) is torch.optim.AdamW
+    assert type(backend._updates.optimizers[0].optimizer) is torch.optim.AdamW
     assert backend.raise_offload() == ""
     backend.close()
 
@@ -176,7 +176,7 @@ def test_every_parameter_keeps_its_own_step_counter_after_a_resume(model, tmp_pa
     train(backend, range(1))
     backend.save_state(tmp_path)
     backend.load_state(tmp_path)
-    steps = [state["step"] for state in backend._updates.optimizer.optimizer.state.values()]
+    steps = [state["step"] for state in backend._updates.optimizers[0].optimizer.state.values()]
     assert len({step.data_ptr() for step in steps}) == len(steps) > 10
     assert {float(step) for step in steps} == {2.0}
     backend.close()

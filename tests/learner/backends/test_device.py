@@ -138,7 +138,7 @@ sys.modules["apex.optimizers"].FusedAdam = sys.modules["apex.optimizers"].FusedS
 from pathlib import Path
 from tests.learner.parts.training import open_backend
 backend = open_backend(Path(sys.argv[1]))
-print(type(backend._training.optimizer.optimizer))
+print(type(backend._training.optimizers[0].optimizer))
 """
 
 

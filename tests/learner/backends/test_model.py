@@ -95,12 +95,20 @@ def test_a_missing_folder_and_a_missing_tensor_are_config_errors(tmp_path):
     assert backend is None
 
 
-@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_a_mixture_of_experts_is_refused_in_words(tmp_path, key):
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_experts": 8}, "num_experts: 8: these experts are not supported"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "n_routed_experts: 8: these experts"),
+        ({"model_type": "olmoe", "num_experts": 8}, "these experts are not supported"),
+        ({"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 1}, "gets no gradient"),
+    ],
+)
+def test_experts_of_a_kind_that_is_not_supported_are_refused_in_words(tmp_path, changes, said):
     folder = save_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_moe", key: 8}))
-    with pytest.raises(ConfigError, match="mixture-of-experts models are not supported"):
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ConfigError, match=said):
         open_backend(folder)
 
 

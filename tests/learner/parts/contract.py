@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from learner.batching.batch import PackedBatch, build_batch
 from learner.checkpoint.pieces import matrix_shape
-from tests.different import assert_all_differ
+from tests.different import as_saved, assert_all_differ
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import train
 
@@ -75,16 +75,17 @@ def assert_equals_hugging_face(folder: Path, opener: Opener) -> Any:
     metrics = backend.update(batch, lambda lp, h, part: (((lp + 0.1 * h) * weight_N).sum(), {}))
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert_gradients_equal(gradients_of(backend), dict(model.named_parameters()))
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_gradients_equal(gradients_of(backend), as_saved(gradients, model.config.model_type))
     return backend
 
 
-def assert_gradients_equal(ours: dict[str, torch.Tensor], parameters: dict[str, torch.nn.Parameter]) -> None:
+def assert_gradients_equal(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     """Each within 1e-4 of its largest entry."""
-    assert ours.keys() == parameters.keys()
-    for name, parameter in parameters.items():
-        largest = parameter.grad.abs().max().item()
-        torch.testing.assert_close(ours[name], parameter.grad, rtol=0, atol=1e-4 * max(largest, 1e-6))
+    assert ours.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        largest = gradient.abs().max().item()
+        torch.testing.assert_close(ours[name], gradient, rtol=0, atol=1e-4 * max(largest, 1e-6))
 
 
 def assert_export_gives_back_every_bit(folder: Path, out: Path, opener: Opener) -> None:

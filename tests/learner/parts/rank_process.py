@@ -23,6 +23,7 @@ from learner.backend import Placement
 from learner.batching.batch import build_batch
 from learner.megatron.backend import MegatronValueBackend
 from learner.megatron.optimizer import updates
+from tests.learner.backends.experts.expert_ranks import run_experts
 from tests.learner.backends.fsdp2.fsdp2_ways import run_fsdp2
 from tests.learner.checkpoint.resharding import run_resharded
 from tests.learner.guard.guarding import run_guard, run_plain_step, run_stuck
@@ -102,6 +103,7 @@ RUNS = {
     "plain": run_plain,
     "critic": run_critic,
     "resume": run_resume,
+    "experts": run_experts,
     "fsdp2": run_fsdp2,
     "resharded": run_resharded,
     "guard": run_guard,

@@ -14,14 +14,22 @@ import torch
 from asyncrl.core.experience import Group, Trajectory
 from asyncrl.core.staleness import Span
 
-KINDS = ("qwen2", "qwen2_tied", "qwen3", "llama", "llama_stretched")
+MIXTURES = ("qwen3_moe", "mixtral")
+KINDS = ("qwen2", "qwen2_tied", "qwen3", "llama", "llama_stretched", *MIXTURES)
 
 
 def save_model(
     folder: Path, kind: str = "qwen3", vocab_size: int = 131, seed: int = 0, num_layers: int = 2
 ) -> Path:
     """Write a small randomly initialised model of `kind`; nothing in it is zero or one."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import (
+        AutoModelForCausalLM,
+        LlamaConfig,
+        MixtralConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     sizes = {
         "vocab_size": vocab_size,
@@ -41,7 +49,15 @@ def save_model(
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [1],
+    }
     config = {
+        "qwen3_moe": lambda: Qwen3MoeConfig(**sizes, **experts, head_dim=32),  # weights do not sum to one
+        "mixtral": lambda: MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2),
         "qwen2": lambda: Qwen2Config(**sizes),
         "qwen2_tied": lambda: Qwen2Config(**sizes),
         "qwen3": lambda: Qwen3Config(**sizes, head_dim=32),

@@ -298,9 +298,9 @@ def test_all_problems_are_told_at_once(good: dict[str, Any]) -> None:
 
 
 def test_a_model_of_an_unsupported_architecture_is_named(good: dict[str, Any]) -> None:
-    Path(good["model"]["path"], "config.json").write_text('{"model_type": "mixtral"}')
+    Path(good["model"]["path"], "config.json").write_text('{"model_type": "gpt_oss"}')
     (line,) = problems_of(good)
-    assert "'mixtral'" in line and "llama, qwen2, qwen3, or any other model with" in line
+    assert "'gpt_oss'" in line and "llama, qwen2, qwen3, qwen3_moe, mixtral, or any other model with" in line
 
 
 def test_fsdp2_takes_any_architecture(good: dict[str, Any]) -> None:
@@ -317,6 +317,8 @@ def test_fsdp2_takes_any_architecture(good: dict[str, Any]) -> None:
         ({"pp": 3}, ["learner.pp x vpp: 3 does not divide the model's 4 layers"]),
         ({"vpp": 2}, ["learner.vpp: 2 cuts pipeline stages, but learner.pp is 1"]),
         ({"tp": 2, "pp": 8}, ["learner.pp x vpp: 8 does not divide the model's 4 layers"]),
+        ({"dp": 2, "ep": 2}, []),
+        ({"dp": 4, "ep": 4}, ["learner.ep: 4 does not divide the model's experts: 6"]),
     ],
 )
 def test_a_model_that_cannot_be_cut_evenly_is_refused_before_anything_starts(
@@ -324,6 +326,8 @@ def test_a_model_that_cannot_be_cut_evenly_is_refused_before_anything_starts(
 ) -> None:
     sizes = {"num_hidden_layers": 4, "intermediate_size": 128, "vocab_size": 130, "num_key_value_heads": 2}
     table = {"model_type": "qwen3", "num_attention_heads": 4} | sizes
+    if "ep" in learner:
+        table |= {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2}
     Path(good["model"]["path"], "config.json").write_text(json.dumps(table))
     good["learner"] = {"cpus": 0} | learner
     if not said:
@@ -335,7 +339,7 @@ def test_a_model_that_cannot_be_cut_evenly_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "qwen3_moe", "num_experts": 8}, "num_experts: 8: mixture-of-experts"),
+        ({"num_experts": 8}, "num_experts: 8: these experts are not supported"),
         ({"hidden_act": "gelu"}, "hidden_act: gelu is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window: True is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
@@ -361,7 +365,7 @@ def with_critic(good: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     [
         (None, "holds no Hugging Face model"),
         ("{not json", "cannot be read"),
-        ('{"model_type": "mixtral"}', "'mixtral' is not supported"),
+        ('{"model_type": "gpt_oss"}', "'gpt_oss' is not supported"),
         ('{"model_type": "qwen3", "vocab_size": 50}', "knows 50 tokens (vocab_size), and the policy's"),
     ],
 )

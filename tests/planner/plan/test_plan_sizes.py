@@ -71,6 +71,24 @@ def test_cutting_and_offloading_make_the_share_of_a_gpu_smaller(learner: dict[st
     assert round(sum(part.num_bytes for part in parts if part.where == LEARNER_GPU) / GB) == num_gb
 
 
+@pytest.mark.parametrize(
+    ("learner", "num_gb"),
+    [
+        ({"dp": 4}, 6 * 8 + 12 * 8 / 4),
+        ({"dp": 4, "ep": 4}, 6 * (2 + 6 / 4) + 12 * 8 / 4),
+        ({"tp": 2, "dp": 2, "ep": 4}, 6 * (2 / 2 + 6 / 4) + 12 * 8 / 4),
+        ({"tp": 2, "dp": 2}, 6 * 8 / 2 + 12 * 8 / 4),
+    ],
+)
+def test_a_rank_holds_its_share_of_the_experts_and_of_the_rest(
+    learner: dict[str, Any], num_gb: float
+) -> None:
+    config = make_config(learner={"gpus": 1} | learner)
+    parts = count_parts(config, 8 * GB, 1, expert_weights=6 * GB)
+    found = sum(part.num_bytes for part in parts if part.where == LEARNER_GPU)
+    assert found / GB == pytest.approx(num_gb)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_an_offloaded_optimizer_is_on_the_host_with_its_gradients_and_nothing_of_it_on_the_gpu(
     dtype: str,

@@ -124,7 +124,7 @@ def run_out_of_memory(backend: Any) -> None:
 
 def tensors_of_adamw(backend: Any) -> list[torch.Tensor]:
     """Return what Megatron's AdamW keeps beside the weights: copies in float32 and moments."""
-    optimizer = backend._updates.optimizer
+    optimizer = backend._updates.optimizers[0]
     copies = [main for group in optimizer.shard_fp32_from_float16_groups for main in group]
     states = optimizer.optimizer.state.values()
     return [*copies, *(state[moment] for state in states for moment in ("exp_avg", "exp_avg_sq"))]

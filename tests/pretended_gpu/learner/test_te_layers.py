@@ -80,14 +80,14 @@ def test_fsdp2_has_no_layers_of_transformer_engine() -> None:
 def test_the_weight_of_a_fused_norm_is_a_norm_s_in_a_model_folder_and_not_cut(
     monkeypatch: pytest.MonkeyPatch, inner: str, hugging_face: str
 ) -> None:
-    monkeypatch.setattr(rows, "tensor_rank", lambda: (1, 2))
+    monkeypatch.setattr(rows, "tensor_rank", lambda _: (1, 2))
     name, weight_H = f"decoder.layers.3.{inner}", torch.randn(64)
     config: Any = SimpleNamespace(num_query_groups=2, kv_channels=16, num_attention_heads=4)
     ((exported, tensor),) = convert.to_hugging_face(name, weight_H, config)
     assert exported == f"model.layers.3.{hugging_face}" and tensor is weight_H
     second: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
     assert convert._read_part(name, config, {exported: weight_H}.__getitem__, second) is weight_H
-    (run_of_rows,) = rows.row_runs(name, weight_H.shape, config, 131, rows.tensor_rank())
+    (run_of_rows,) = rows.row_runs(name, weight_H.shape, config, 131, rows.tensor_rank(name))
     assert (run_of_rows.name, run_of_rows.row, run_of_rows.num_rows) == (exported, 0, 64)
 
 

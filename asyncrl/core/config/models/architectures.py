@@ -9,7 +9,7 @@ without any sign of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 ROPE_TYPES = ("default", "llama3")
@@ -18,20 +18,78 @@ _PLAIN_FORM = {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": Fa
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """Names of a layer's experts in a checkpoint: of their block, and of each one's matrices.
+
+    Attributes:
+        normalises: Whether a token's weights sum to one where `config.json` does not say it.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    normalises: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """Differences of a family from Llama: biases, or norms, of queries and keys (and biases of values)."""
 
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    experts: ExpertNames | None = None
 
 
-FAMILIES = {"llama": Family(), "qwen2": Family(has_qkv_bias=True), "qwen3": Family(has_qk_norm=True)}
+FAMILIES = {
+    "llama": Family(),
+    "qwen2": Family(has_qkv_bias=True),
+    "qwen3": Family(has_qk_norm=True),
+    "qwen3_moe": Family(has_qk_norm=True, experts=ExpertNames()),
+    "mixtral": Family(experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", normalises=True)),
+}
 """Supported ones, by the `model_type` of a `config.json`."""
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Experts of a model.
+
+    Attributes:
+        num_active: Of each token.
+        size: Channels of one.
+        normalises: Whether the weights of a token's experts sum to one.
+        layers: Whether each layer has experts, or is dense.
+    """
+
+    num: int
+    num_active: int
+    size: int
+    normalises: bool
+    layers: tuple[bool, ...]
+
+    @staticmethod
+    def read(table: Mapping[str, object]) -> Experts | None:
+        """Return what a `config.json` says, None of a dense model."""
+        num = _whole(next((table[key] for key in _EXPERT_KEYS if table.get(key)), 0))
+        if not num:
+            return None
+        family = FAMILIES.get(str(table.get("model_type")), Family()).experts or ExpertNames()
+        dense, step = table.get("mlp_only_layers") or (), _whole(table.get("decoder_sparse_step") or 1)
+        if not isinstance(dense, Sequence):
+            raise TypeError("mlp_only_layers is no list")
+        return Experts(
+            num,
+            _whole(table["num_experts_per_tok"]),
+            _whole(table.get("moe_intermediate_size") or table["intermediate_size"]),
+            bool(table.get("norm_topk_prob", family.normalises)),
+            tuple(i not in dense and not (i + 1) % step for i in range(_whole(table["num_hidden_layers"]))),
+        )
+
+
+@dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a dense decoder that determine its FLOPs."""
+    """Sizes of a decoder that determine its FLOPs."""
 
     num_layers: int
     hidden_size: int
@@ -40,6 +98,7 @@ class ModelSize:
     head_size: int
     intermediate_size: int
     vocab_size: int
+    experts: Experts | None = None
 
     @staticmethod
     def read(table: Mapping[str, object]) -> ModelSize:
@@ -53,14 +112,19 @@ class ModelSize:
             head_size=_whole(table.get("head_dim") or hidden_size // num_heads),
             intermediate_size=_whole(table["intermediate_size"]),
             vocab_size=_whole(table["vocab_size"]),
+            experts=Experts.read(table),
         )
 
     @property
     def num_weights(self) -> int:
         """Weights that every token is multiplied with: the output projection is, the embedding is not."""
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_key_value_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
+        experts = self.experts
+        num_sparse = sum(experts.layers) if experts else 0
+        channels = 3 * self.intermediate_size * (self.num_layers - num_sparse)
+        if experts is not None:  # the router has a row for each
+            channels += num_sparse * (3 * experts.size * experts.num_active + experts.num)
+        return self.num_layers * attention + self.hidden_size * (channels + self.vocab_size)
 
     def forward_flops(self, num_tokens: float, num_pairs: float) -> float:
         """Return the FLOPs of one forward pass over rows with `num_pairs` causal (query, key) pairs."""
@@ -70,13 +134,14 @@ class ModelSize:
 
 def find_unsupported(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield (problem, hint) for what of a Hugging Face `config.json` is not supported."""
+    family = FAMILIES.get(str(table.get("model_type")))
+    names = ", ".join(name for name, known in FAMILIES.items() if known.experts)
     experts = next((key for key in _EXPERT_KEYS if table.get(key)), None)
-    if experts is not None:
-        yield (
-            f"{experts}: {table[experts]}: mixture-of-experts models are not supported",
-            f"Choose a dense model: {', '.join(FAMILIES)}",
-        )
-    if table.get("model_type") not in FAMILIES:
+    if experts is not None and (family is None or family.experts is None):
+        yield f"{experts}: {table[experts]}: these experts are not supported", f"Choose one of {names}"
+    elif experts is not None and table.get("num_experts_per_tok") == 1:
+        yield "num_experts_per_tok: 1 is not supported: its router gets no gradient", "Two or more are"
+    if family is None:
         yield f"model_type '{table.get('model_type')}' is not supported", f"Supported: {', '.join(FAMILIES)}"
     for key, wanted in _PLAIN_FORM.items():
         if table.get(key, wanted) != wanted:

@@ -44,8 +44,12 @@ _VISION = (
     "Prompts, trajectories and the wire hold text tokens only: name a text model and a column of text",
 )
 _MOE = (
-    "there are no mixtures of experts yet",
-    "Sampler and learner would send the same token to different experts: name a dense model",
+    "a mixture of experts needs no key of its own",
+    "model.path names it; learner.ep and learner.etp say how ranks share its experts",
+)
+_REPLAY = (
+    "there is no replay of the engine's routing yet",
+    "Leave it out: the learner's router chooses, in float32, and the correction weighs the difference",
 )
 _STAGE = (
     "weights are always staged",
@@ -76,9 +80,8 @@ NOT_THERE: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(
         ("vision", "image_key", "images", "video_key", "videos", "multimodal", "processor"), _VISION
     ),
-    **dict.fromkeys(
-        ("moe", "ep", "etp", "expert_parallel", "expert_parallel_size", "num_experts", "router_replay"), _MOE
-    ),
+    **dict.fromkeys(("moe", "expert_parallel", "expert_parallel_size", "num_experts"), _MOE),
+    "router_replay": _REPLAY,
     "stage": _STAGE,
     **dict.fromkeys(("quantize", "fp8", "load_in_8bit", "load_in_4bit"), _QUANTIZED),
     **dict.fromkeys(("speculative", "speculative_config", "speculative_model", "draft_model"), _SPECULATIVE),

@@ -88,7 +88,8 @@ class LearnerSection(Section):
     speed and never the result: gradients add up to those of the whole minibatch.
 
     Its ranks are tp x pp x cp x dp: matrices, layers (each stage in `vpp` parts), tokens of a row and rows
-    are cut. `sequence_parallel` (with tp) and `recompute` save memory; `overlap` sends while computing.
+    are cut; `ep` of a stage's ranks share the experts of a mixture.
+    `sequence_parallel` (with tp) and `recompute` save memory; `overlap` sends while computing.
     `backend: fsdp2` runs any Hugging Face model, cut over dp; `compile` puts each of its layers through
     torch.compile. `offload` keeps AdamW on the host, where it has `cpus` cores; with fsdp2 the weights too.
 
@@ -112,6 +113,10 @@ class LearnerSection(Section):
     """[ranks] Context parallelism: ranks that share the tokens of a row."""
     dp: Count = 1
     """[ranks] Data parallelism: ranks that share the rows of a minibatch."""
+    ep: Count = 1
+    """[ranks] Expert parallelism: ranks that share the experts of a layer, out of tp x cp x dp."""
+    etp: Count | None = None
+    """[ranks] Tensor parallelism of experts; null takes tp where ep is 1, and 1 otherwise."""
     sequence_parallel: bool = True
     """Whether tp ranks also share the activations between matrices."""
     overlap: bool = False
@@ -157,6 +162,11 @@ class LearnerSection(Section):
     def min_lr_ratio(self) -> float:
         """Share of `lr` that is left at the end of `steps`."""
         return read_ratio(self.lr_schedule)
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share the matrices of an expert."""
+        return self.etp or (self.tp if self.ep == 1 else 1)
 
     @property
     def num_ranks(self) -> int:

@@ -80,6 +80,7 @@ def count_parts(
     critic_weights: int | None = None,
     buffer_bytes: int | None = None,
     ranks: int | None = None,
+    expert_weights: int = 0,
 ) -> list[Part]:
     """Return the parts on the host and on GPUs; those of an unknown model size are without its weights.
 
@@ -89,13 +90,16 @@ def count_parts(
         critic_weights: Of the critic; without it those of the policy, if the critic starts as the policy.
         buffer_bytes: Of all groups that may be in flight, if that is known.
         ranks: Of the learner, that are on this machine; None: all.
+        expert_weights: Weights of experts among those of the policy.
     """
     if critic_weights is None and config.critic.path is None:
         critic_weights = num_weights
     return [
         Part(HOST, "Ray's own processes", RAY_BYTES, "observed"),
         _buffer_part(config.buffer.memory_bytes, buffer_bytes),
-        *_learner_parts(config, num_weights, critic_weights, ranks or config.learner.num_ranks),
+        *_learner_parts(
+            config, num_weights, critic_weights, ranks or config.learner.num_ranks, expert_weights
+        ),
         *_rollout_parts(config, num_weights, replicas),
     ]
 
@@ -107,9 +111,11 @@ def count_replica_elsewhere(config: Config, num_weights: int | None) -> list[Par
     return [replace(part, where=PER_REPLICA.get(part.where, part.where)) for part in parts]
 
 
-def count_rank_elsewhere(config: Config, num_weights: int | None, critic_weights: int | None) -> list[Part]:
+def count_rank_elsewhere(
+    config: Config, num_weights: int | None, critic_weights: int | None, expert_weights: int = 0
+) -> list[Part]:
     """Return the host's parts of one learner rank on whichever node it is."""
-    parts = _learner_parts(config, num_weights, critic_weights, 1)
+    parts = _learner_parts(config, num_weights, critic_weights, 1, expert_weights)
     return [replace(part, where=PER_RANK[HOST]) for part in parts if part.where == HOST]
 
 
@@ -120,7 +126,7 @@ def _buffer_part(ceiling: int, needed: int | None) -> Part:
 
 
 def _learner_parts(
-    config: Config, num_weights: int | None, critic_weights: int | None, ranks: int
+    config: Config, num_weights: int | None, critic_weights: int | None, ranks: int, expert_weights: int
 ) -> Iterator[Part]:
     learner = config.learner
     yield Part(
@@ -128,7 +134,7 @@ def _learner_parts(
     )
     if num_weights is None:
         return
-    for model in _models(config, num_weights, critic_weights):
+    for model in _models(config, num_weights, critic_weights, expert_weights):
         is_on_gpu = learner.gpus > 0 and not model.is_offloaded
         count = 1 if is_on_gpu else ranks
         num_bytes = int(model.num_weights * model.bytes_per_weight / (learner.tp * learner.pp)) * count
@@ -161,8 +167,13 @@ class _Model:
     is_offloaded: bool = False
 
 
-def _models(config: Config, num_weights: int, critic_weights: int | None) -> Iterator[_Model]:
+def _models(
+    config: Config, num_weights: int, critic_weights: int | None, expert_weights: int
+) -> Iterator[_Model]:
     learner = config.learner
+    # Of tp shares: a rank has 1 / tp of the rest, and 1 / (ep x etp) of the experts.
+    fewer = 1 - learner.tp / (learner.ep * learner.expert_tp)
+    kept = 1 - fewer * expert_weights / max(1, num_weights)
     is_sharded = backend_facts(learner.backend).shards_weights
     item = 4 if is_sharded else ITEM_BYTES[config.model.dtype]
     main = 0 if item == 4 else MAIN_BYTES
@@ -172,9 +183,10 @@ def _models(config: Config, num_weights: int, critic_weights: int | None) -> Ite
     if shards > learner.dp:
         cut = f" / (dp {learner.dp} x cp {learner.cp})"
     shared = cut if is_sharded else ""
-    held = (item + GRADIENT_BYTES) / (shards if is_sharded else 1)
+    held = kept * (item + GRADIENT_BYTES) / (shards if is_sharded else 1)
     state = (main + MOMENT_BYTES) / shards
     weights = f"weight {item}{shared} + gradient {GRADIENT_BYTES}{shared}"
+    weights = weights if kept == 1 else f"({weights}) x {kept:.3g} with ep {learner.ep}"
     optimizer = f"optimizer {main + MOMENT_BYTES}{cut}"
     if learner.offload and learner.gpus and not is_sharded:  # gradients go to the host's AdamW
         state = (MAIN_BYTES + MOMENT_BYTES + GRADIENT_BYTES) / shards
@@ -186,8 +198,9 @@ def _models(config: Config, num_weights: int, critic_weights: int | None) -> Ite
         else:
             yield _Model(f"{name} and its optimizer", size, held + state, f"{weights} + {optimizer} bytes")
     if config.algorithm.kl.coef > 0:
-        reference = item / (shards if is_sharded else 1)
-        yield _Model("reference policy", num_weights, reference, f"weight {item}{shared} bytes")
+        reference = kept * item / (shards if is_sharded else 1)
+        told = "" if kept == 1 else f" x {kept:.3g} with ep {learner.ep}"
+        yield _Model("reference policy", num_weights, reference, f"weight {item}{shared}{told} bytes")
 
 
 def _trained(config: Config, num_weights: int, critic_weights: int | None) -> dict[str, int]:

@@ -53,6 +53,21 @@ KEYS_OF_HOST = {
 """The same for main memory, by its largest part; any other part is of the model."""
 
 
+def count_expert_weights(size: ModelSize | None) -> int:
+    """Return the weights of all experts of all layers; 0 of a dense model, or one that is not known."""
+    experts = size.experts if size is not None else None
+    if size is None or experts is None:
+        return 0
+    return 3 * size.hidden_size * experts.size * experts.num * sum(experts.layers)
+
+
+def count_held_weights(size: ModelSize) -> int:
+    """Return `size.num_weights` with those of the experts that a token does not meet."""
+    experts = size.experts
+    idle = (experts.num - experts.num_active) / experts.num if experts is not None else 0.0
+    return size.num_weights + round(count_expert_weights(size) * idle)
+
+
 def find_lacks(
     parts: Sequence[Part], capacity: Capacity, shares: Mapping[str, float] = NONE_SHARED
 ) -> Iterator[str]:
@@ -127,7 +142,11 @@ def estimate_activations(config: Config, size: ModelSize, ranks: int | None = No
     learner = config.learner
     item = ITEM_BYTES[config.model.dtype]
     heads = (size.num_heads + size.num_key_value_heads) * size.head_size
-    layer = FROM_HIDDEN * size.hidden_size + FROM_MLP * size.intermediate_size + FROM_HEADS * heads
+    hidden, channels, experts = FROM_HIDDEN * size.hidden_size, size.intermediate_size, size.experts
+    if experts is not None:  # a token is copied to each of its experts, and comes back from it
+        hidden += 2 * experts.num_active * size.hidden_size
+        channels = max(experts.num_active * experts.size, 0 if all(experts.layers) else channels)
+    layer = hidden + FROM_MLP * channels + FROM_HEADS * heads
     num_layers = -(-size.num_layers // learner.pp)
     is_whole = learner.recompute != "full"
     numbers = layer * num_layers if is_whole else size.hidden_size * num_layers + layer

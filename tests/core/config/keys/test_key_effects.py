@@ -404,6 +404,14 @@ SHOWN_BY: Mapping[str, tuple[str, str]] = {
         "tests/learner/backends/fsdp2/test_fsdp2.py",
         "test_torch_compile_changes_nothing_but_the_rounding",
     ),
+    "learner.ep": (
+        "tests/learner/backends/experts/test_expert_parallel.py",
+        "test_two_ranks_that_share_experts_train_as_one_process_does",
+    ),
+    "learner.etp": (
+        "tests/learner/backends/experts/test_expert_parallel.py",
+        "test_a_layout_that_would_train_wrongly_or_not_at_all_is_refused_by_name",
+    ),
     "learner.kernels": (
         "tests/pretended_gpu/learner/test_te_layers.py",
         "test_layers_of_transformer_engine_are_taken_where_they_are_asked_for_and_can_run",
