@@ -9,12 +9,12 @@ Shapes: B examples, T tokens of the padded sequence.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rollout_service.tasks.digit_sort.examples import MAX_DIGITS, Digits, draw_digits
 from rollout_service.tasks.digit_sort.vocabulary import BOS, EOS, PAD, VOCABULARY, encode_prompt
@@ -28,7 +28,7 @@ MAX_ANSWER_TOKENS = MAX_DIGITS + 1
 class WarmStart:
     """Result of the warm start: the model and its accuracy at temperature 1."""
 
-    model: Qwen3ForCausalLM
+    model: PreTrainedModel
     accuracy: float
 
 
@@ -53,9 +53,14 @@ def build_model(seed: int, num_tokens: int = len(VOCABULARY)) -> Qwen3ForCausalL
     return Qwen3ForCausalLM(config)
 
 
-def train_warm_start(seed: int, num_steps: int, probe: Sequence[Digits]) -> WarmStart:
-    """Train on random permutations and measure sampled accuracy on the lists of `probe`."""
-    model, source = build_model(seed), random.Random(seed)
+def train_warm_start(
+    seed: int,
+    num_steps: int,
+    probe: Sequence[Digits],
+    build: Callable[[int], PreTrainedModel] = build_model,
+) -> WarmStart:
+    """Train what `build` makes of the seed on random permutations; measure its accuracy on `probe`."""
+    model, source = build(seed), random.Random(seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # also what makes the result the same on every machine with this CPU
     try:
@@ -70,7 +75,7 @@ def train_warm_start(seed: int, num_steps: int, probe: Sequence[Digits]) -> Warm
 
 
 def _train_step(
-    model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, batch: list[Digits], source: random.Random
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: list[Digits], source: random.Random
 ) -> None:
     tokens_BT, targets_BT = _permutation_batch(batch, source)
     logits_BTV = model(tokens_BT[:, :-1], use_cache=False).logits
@@ -95,7 +100,7 @@ def _permutation_batch(batch: list[Digits], source: random.Random) -> tuple[torc
 
 
 @torch.no_grad()
-def sampled_accuracy(model: Qwen3ForCausalLM, lists: Sequence[Digits], seed: int) -> float:
+def sampled_accuracy(model: PreTrainedModel, lists: Sequence[Digits], seed: int) -> float:
     """Return the share of `lists` that one answer sampled at temperature 1 sorts."""
     generator = torch.Generator().manual_seed(seed)
     num_right = 0
