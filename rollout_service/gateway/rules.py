@@ -20,7 +20,7 @@ FREE = frozenset(
         "model", "messages", "prompt", "input", "system", "instructions",
         "max_tokens", "max_completion_tokens", "max_output_tokens",
         "stop", "stop_token_ids", "stop_sequences", "stream", "stream_options", "logprobs", "top_logprobs",
-        "return_token_ids", "return_prompt_text",
+        "return_token_ids", "return_tokens_as_token_ids", "return_prompt_text",
         "tools", "parallel_tool_calls", "max_tool_calls", "chat_template", "chat_template_kwargs",
         "documents", "reasoning", "reasoning_effort", "include_reasoning", "thinking", "include",
         "continue_final_message", "add_generation_prompt", "add_special_tokens",
@@ -46,12 +46,16 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "seed": (),
 }
 """Values that mean the same as leaving the field out. Of other fields those are nothing, 0 and False."""
+STRICT = "tools.strict"
+"""Stands for `strict: true` of a tool, to whose schema vLLM's server binds the calls."""
+FORCED = "a call that the model is made to write is none that it chose"
 WHY = {
     "temperature": "every answer is sampled at the run's temperature, {temperature:g}",
     "seed": "seeds follow from the run, the ticket and the turn",
     "n": "a session is one trajectory: open another one for another answer",
     "best_of": "a session is one trajectory: open another one for another answer",
-    "tool_choice": "a call that the model is made to write is none that it chose",
+    "tool_choice": FORCED,
+    STRICT: FORCED,
 }
 OTHERWISE = "answers are sampled with the run's temperature alone, or their log-probs could not be trained on"
 
@@ -79,7 +83,7 @@ class Rules:
 
 
 def find_replaced(body: Mapping[str, object], known: Set[str], rules: Rules) -> tuple[str, ...]:
-    """Return which of the request's fields the run's values replace, sorted.
+    """Return which of the request's fields the run's values replace, sorted; `STRICT` is one too.
 
     Args:
         known: Fields of the API; vLLM ignores others.
@@ -92,11 +96,20 @@ def find_replaced(body: Mapping[str, object], known: Set[str], rules: Rules) -> 
         for name, value in body.items()
         if name in known and name not in FREE and not _says_nothing(name, value, rules)
     )
+    if not known.isdisjoint({"tools"}) and _has_strict_tool(body.get("tools")):
+        replaced = sorted([*replaced, STRICT])
     if replaced and rules.is_strict:
         why = WHY.get(replaced[0], OTHERWISE).format(temperature=rules.temperature)
-        what = f"'{replaced[0]}' cannot be {body[replaced[0]]!r:.60}: {why}"
+        what = f"'{replaced[0]}' cannot be {body.get(replaced[0], True)!r:.60}: {why}"
         raise Refusal(what, code="not_trainable")
     return tuple(replaced)
+
+
+def _has_strict_tool(tools: object) -> bool:
+    """Tell whether a tool is strict, written as chats have tools or as the other APIs."""
+    found = [tool for tool in tools if isinstance(tool, Mapping)] if isinstance(tools, list) else []
+    inner = [tool.get("function") for tool in found]
+    return any(isinstance(one, Mapping) and one.get("strict") is True for one in (*found, *inner))
 
 
 def _says_nothing(name: str, value: object, rules: Rules) -> bool:

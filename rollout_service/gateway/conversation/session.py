@@ -59,6 +59,7 @@ class Call:
         asked: Input of the model, once vLLM has read the request (`ask`).
         branch: The conversation that it belongs to, once it has asked; `holds_branch` until it is answered.
         room: Most tokens that the answer may have.
+        num_recorded: Ids of its prompt that are earlier turns.
         added: What it adds to the turns of its branch. told: The turn that it has become.
         marker: Stands in the rendered chat for the answer that is recorded.
         request_id: The engine's, once it has the request.
@@ -71,6 +72,7 @@ class Call:
     holds_branch: bool = False
     step: Step = Step.FIRST
     room: int = 0
+    num_recorded: int = 0
     added: Asked | None = None
     told: Told | None = None
     marker: str = field(default_factory=make_marker)

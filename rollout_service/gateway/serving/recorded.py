@@ -10,10 +10,8 @@ a recorded answer is never tokenised again, whatever a parser made of it and how
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextvars import ContextVar
-from typing import Protocol
 
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -31,13 +29,12 @@ from rollout_service.gateway.parsers import Parsers
 from rollout_service.gateway.recorder import Recorder, RenderedPrompt
 from rollout_service.gateway.refusal import Refusal
 from rollout_service.gateway.rules import Rules, room_of
+from rollout_service.gateway.serving.reading import adapt
 
 MODEL = "policy"
 """Name of the model that clients read; they may ask for it by any."""
 CALL: ContextVar[Call | None] = ContextVar("call", default=None)
 """The call whose request vLLM handles in this task; None for what has no answer, as a count of tokens."""
-BROKEN = (ValueError, LookupError, TypeError, AttributeError)
-"""Errors of vLLM's parsers at an answer that is not in their format."""
 FRAME = ("chat_template_kwargs", "documents", "reasoning_effort", "reasoning")
 """Fields of a request that change how the template renders a conversation."""
 
@@ -103,7 +100,9 @@ class RecordedRenderer(OnlineRenderer):
         if call.step is Step.FIRST:
             return tuple(prompt["prompt_token_ids"])
         if call.step is Step.AGAIN:
+            call.num_recorded = transcript.answers[-2].end if len(transcript.answers) > 1 else 0
             return transcript.last_prompt
+        call.num_recorded = len(transcript.ids)
         if call.asked.kind == "ids":
             return call.asked.ids
         before = transcript.ids
@@ -180,6 +179,7 @@ def _as_messages(output: list[object]) -> list[Mapping[str, object]]:
 
 
 async def _keep_events(events: AsyncIterator[object], call: Call | None) -> AsyncGenerator[object, None]:
+    CALL.set(call)  # a stream runs in a context of its own
     async for event in events:
         if call is not None and getattr(event, "type", "") == "response.completed":
             call.answered(_as_messages(event.response.output))  # type: ignore[attr-defined]
@@ -188,6 +188,7 @@ async def _keep_events(events: AsyncIterator[object], call: Call | None) -> Asyn
 
 async def _keep_chunks(chunks: AsyncIterator[str], call: Call | None) -> AsyncGenerator[str, None]:
     """Pass a chat's stream on; keep the message that it makes before its last part goes out."""
+    CALL.set(call)
     message = StreamedMessage()
     async for chunk in chunks:
         data = chunk.removeprefix("data:").strip()
@@ -225,31 +226,6 @@ class StreamedMessage:
         return {"role": "assistant", **self._texts, "tool_calls": calls}
 
 
-class AnswerParser(Protocol):
-    """vLLM's parser of whole answers."""
-
-    def parse(self, model_output: str, *args: object, **more: object) -> object:
-        """Return reasoning, text and calls."""
-
-
-def read_or_keep(parser_class: type[AnswerParser] | None, counters: Counter[str]) -> type | None:
-    """Return vLLM's parser as one that leaves an answer which it fails at as the text that it is.
-
-    A few of vLLM's raise at a broken call: its client would get an error for what its model said.
-    """
-    if parser_class is None:
-        return None
-
-    def parse(self: AnswerParser, model_output: str, *args: object, **more: object) -> object:
-        try:
-            return parser_class.parse(self, model_output, *args, **more)
-        except BROKEN:
-            counters["answers_not_parsed"] += 1
-            return None, model_output, []
-
-    return type("Parser", (parser_class,), {"parse": parse})
-
-
 def build_serving(client: Recorder, rules: Rules, parsers: Parsers) -> dict[str, object]:
     """Return vLLM's serving objects by the names under which its handlers look for them.
 
@@ -282,7 +258,8 @@ def build_serving(client: Recorder, rules: Rules, parsers: Parsers) -> dict[str,
     }
     for handler in handlers.values():
         handler.default_sampling_params = {}  # the model's generation_config.json has no say
-        for name in ("parser_cls", "parser"):  # of chats; of responses
+    for handler in (renderer, *handlers.values()):
+        for name in ("parser_cls", "parser"):  # of chats; of responses and of requests
             if hasattr(handler, name):
-                setattr(handler, name, read_or_keep(getattr(handler, name), client.counters))
+                setattr(handler, name, adapt(getattr(handler, name), client.counters, CALL.get))
     return {"openai_serving_models": models, **handlers}

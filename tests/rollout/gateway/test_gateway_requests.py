@@ -85,6 +85,7 @@ REPLACED = [
 TAKEN = [
     ("chat", {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "n": 1, "presence_penalty": 0, "seed": None}),
     ("chat", {"stop": ["."], "stream": True, "logprobs": True, "top_logprobs": 2, "max_tokens": 5}),
+    ("chat", {"return_token_ids": True, "return_tokens_as_token_ids": True}),
     ("chat", {"logit_bias": {}, "response_format": {"type": "text"}, "tool_choice": "auto", "user": "me"}),
     ("chat", {"continue_final_message": True, "add_generation_prompt": False, "reasoning_effort": "low"}),
     ("chat", {"a_field_that_vllm_does_not_know": 1, "best_of": 2}),
@@ -233,6 +234,28 @@ def test_a_field_that_would_change_what_is_sampled_is_replaced_and_named(api: st
     with pytest.raises(Refusal, match=f"'{next(iter(field))}' cannot be") as refused:
         find_replaced({"max_tokens": 5, **field}, KNOWN[api], STRICT)
     assert (refused.value.status, refused.value.code) == (400, "not_trainable")
+
+
+PARAMETERS = {"type": "object", "properties": {}}
+TOOLS = {
+    "chat": {"type": "function", "function": {"name": "search", "parameters": PARAMETERS}},
+    "responses": {"type": "function", "name": "search", "parameters": PARAMETERS},
+    "messages": {"name": "search", "input_schema": PARAMETERS},
+}
+
+
+@pytest.mark.parametrize("api", TOOLS)
+def test_a_strict_tool_binds_no_call_and_is_named(api: str):
+    tool = TOOLS[api]
+    for is_strict, named in ((True, ("tools.strict",)), (False, ()), (None, ())):
+        told = {**tool, "strict": is_strict}
+        if api == "chat":
+            told = {**tool, "function": {**tool["function"], "strict": is_strict}}  # type: ignore[dict-item]
+        assert find_replaced({"tools": [tool, told]}, KNOWN[api], RULES) == named
+        assert find_replaced({"tools": [tool, told]}, KNOWN["completion"], RULES) == ()
+    body = {"tools": [{**TOOLS["messages"], "strict": True}], "temperature": 0.7}
+    with pytest.raises(Refusal, match=r"'tools.strict' cannot be True: a call that the model is made to"):
+        find_replaced(body, KNOWN["messages"], STRICT)
 
 
 @pytest.mark.parametrize("rules", [RULES, STRICT])

@@ -458,9 +458,7 @@ BREAKS_STREAMS = {
     "functiongemma": "of several arguments each but the first follows a closed object",
     "hunyuan_a13b": "a call after text is streamed as text",
     "jamba": "the arguments are streamed without their keys",
-    "kimi_k2": "the end of an earlier thought in the prompt ends the thought of the answer",
     "phi4_mini_json": "neither text nor calls are streamed where there are tools",
-    "step3": "the end of an earlier thought in the prompt ends the thought of the answer",
 }
 """Parsers of vLLM that read an answer as a whole and not as a stream, and what becomes of it."""
 TAKES_BROKEN = {
@@ -471,5 +469,3 @@ TAKES_BROKEN = {
 """Parsers that take a call without its end for one."""
 LOSES_BROKEN = {"deepseek_v3", "deepseek_v31", "ernie45", "hf", "kimi_k3"}
 """Parsers that show neither a call without its end nor its text: the recorded tokens alone hold it."""
-CHAT_ALONE = {"dots", "hy_v3", "hy_v4", "internlm", "minicpm5", "step3"}
-"""Parsers that look for the tools as chats hold them, and fail at those of a response."""

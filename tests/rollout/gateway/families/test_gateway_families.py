@@ -23,7 +23,6 @@ from rollout_service.gateway.parsers import Parsers
 from rollout_service.tasks.tiny_text import build_tokenizer, make_folder
 from tests.rollout.gateway.families.formats import (
     BREAKS_STREAMS,
-    CHAT_ALONE,
     FORMATS,
     LOSES_BROKEN,
     TAKES_BROKEN,
@@ -179,6 +178,35 @@ def test_a_client_gets_the_calls_of_each_format_and_its_history_is_recognised(
         assert streamed == wanted
 
 
+def test_a_turn_that_is_streamed_again_is_read_as_it_was(config: VllmConfig):
+    form = FORMATS["step3"]  # the end of a thought in its prompt ends that of an answer
+    tokenizer = make_tokenizer(form)
+    first, again = form.write(replace(WEATHER, thought="One city.")), form.write(Answer("Sunny.", (), "So."))
+    script = [tokenizer(text + END)["input_ids"] for text in (first, again, again)]
+
+    async def run() -> list[tuple[str, str]]:
+        async with open_scripted_stage(config, tokenizer, Parsers("step3", "step3"), script) as stage:
+            agent = await stage.open()
+            messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+            said = []
+            for _ in range(3):
+                asked: Any = {"model": "any", "messages": messages, "tools": TOOLS}
+                async with agent.client.chat.completions.stream(**asked) as stream:
+                    message: Any = (await stream.get_final_completion()).choices[0].message
+                said.append((message.reasoning, (message.content or "").strip()))
+                if message.tool_calls:
+                    told = message.model_dump(exclude_none=True, exclude={"parsed"})
+                    told["tool_calls"][0]["function"].pop("parsed_arguments", None)
+                    result = {"role": "tool", "tool_call_id": told["tool_calls"][0]["id"], "content": "done"}
+                    messages += [told, result]
+            branches = list(stage.gateway.manager.find(agent.session["key"]).branches)
+            assert [len(branch.told) for branch in branches] == [2], "the last turn was asked again"
+            await agent.client.close()
+            return said
+
+    assert asyncio.run(run())[1:] == [("So.", "Sunny.")] * 2
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_broken_call_is_text_and_the_conversation_goes_on(config: VllmConfig, family: str):
     form = FORMATS[family]
@@ -191,14 +219,8 @@ def test_a_broken_call_is_text_and_the_conversation_goes_on(config: VllmConfig, 
     assert whole[1].text == "It is sunny."
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("family", "api"),
-    [
-        *((family, "messages") for family in FORMATS),
-        *((family, "responses") for family in FORMATS if family not in CHAT_ALONE),
-    ],
-)
+@pytest.mark.parametrize("api", ["messages", "responses"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_other_apis_give_the_same_calls(config: VllmConfig, family: str, api: str):
     form = FORMATS[family]
     if form.asks:  # these APIs have no arguments of the template
@@ -226,10 +248,10 @@ def test_the_other_apis_give_the_same_calls(config: VllmConfig, family: str, api
 
 
 def test_a_response_that_its_parser_fails_at_is_text(config: VllmConfig):
-    form = FORMATS["dots"]  # it looks for the tools as chats hold them
+    form = FORMATS["dots"]  # it looks for functions among the tools alone
     tokenizer = make_tokenizer(form)
     text = form.write(Answer("", WEATHER.calls))
-    tools: Any = [{"type": "function", "name": "weather", "parameters": {}, "strict": False}]
+    tools: Any = [{"type": "custom", "name": "weather"}]
 
     async def run() -> str:
         script = [tokenizer(text + END)["input_ids"]]
@@ -255,7 +277,7 @@ CANNOT = {
 
 def test_every_tool_parser_of_this_vllm_has_a_format_or_a_reason():
     assert set(ToolParserManager.list_registered()) == set(FORMATS) | set(CANNOT)
-    assert set(BREAKS_STREAMS) | CHAT_ALONE | TAKES_BROKEN | LOSES_BROKEN <= set(FORMATS)
+    assert set(BREAKS_STREAMS) | TAKES_BROKEN | LOSES_BROKEN <= set(FORMATS)
 
 
 @pytest.mark.parametrize("family", [name for name in CANNOT if "cohere" in name])

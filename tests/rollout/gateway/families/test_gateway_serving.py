@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 from vllm.config import VllmConfig
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser import ParserManager
 
 from rollout_service.gateway.parsers import Parsers
 from rollout_service.tasks.tiny_text import build_tokenizer, make_folder
@@ -143,3 +145,22 @@ def test_text_is_decoded_as_its_parser_wants_it(config: VllmConfig, family: str,
         assert decoded == (False, has_spaces)
 
     serve(config, script, [form.write(Answer("", WEATHER.calls))], family)
+
+
+def test_a_strict_tool_is_named_and_counted_and_binds_nothing(config: VllmConfig):
+    strict: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    request = ChatCompletionRequest(model="any", messages=[HELLO], tools=strict)
+    parser = ParserManager.get_parser("qwen3_coder", enable_auto_tools=True)
+    of_vllm = parser(make_tokenizer(FORMATS["qwen3_coder"]), request.tools).adjust_request(request)
+    assert of_vllm.structured_outputs is not None, "vLLM's server binds the calls to the schema"
+
+    async def script(stage: ScriptedStage, agent: ScriptedAgent) -> None:
+        for tools, named in (strict, "tools.strict"), (TOOLS, None):
+            asked: Any = {"model": "any", "messages": [HELLO], "tools": tools}
+            reply = await agent.client.chat.completions.with_raw_response.create(**asked)
+            assert reply.headers.get("x-asyncrl-overridden") == named
+            assert reply.parse().choices[0].message.content == TEXT
+            assert stage.client.asked[-1][1].structured_outputs is None
+        assert stage.gateway.status().overridden == {"tools.strict": 1}
+
+    serve(config, script, family="qwen3_coder")
