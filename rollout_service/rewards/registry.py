@@ -34,16 +34,21 @@ OF_POOL = ("workers", "deadline_s")
 Arguments = dict[str, object]
 
 
-def load_reward(reward: RewardSection, folder: Path = Path()) -> TotalReward:
+def load_reward(reward: RewardSection, folder: Path = Path(), run_folder: Path | None = None) -> TotalReward:
     """Return the reward of a run; nothing is started yet.
 
     Args:
         folder: Base of relative paths of files.
+        run_folder: Where judges count what they spend; None counts it in this process.
 
     Raises:
         ConfigError: There is no such reward, or it does not take its arguments.
     """
-    return TotalReward(build_parts(reward.fn, folder), ErrorRate(reward.max_error_rate))
+    parts = build_parts(reward.fn, folder)
+    for weighed in parts:
+        if run_folder is not None and isinstance(weighed.part, JudgeReward):
+            weighed.part.count_in(run_folder)
+    return TotalReward(parts, ErrorRate(reward.max_error_rate))
 
 
 def build_parts(entries: Sequence[RewardPart], folder: Path = Path()) -> list[Weighed]:

@@ -7,13 +7,19 @@ read, a server that cannot be reached and a budget that is used up are failures,
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import functools
 import hashlib
 import json
+import os
 import re
+import struct
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
 
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.states import Reason
@@ -38,6 +44,7 @@ ASKS_RUBRIC = (
 )
 SCORE = r"score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
 _PLACES = re.compile(r"\{(prompt|response|ground_truth)\}")
+COUNTS = struct.Struct("<QQ")
 _LIST = re.compile(r"\[[^\[\]]*\]")
 
 
@@ -53,7 +60,7 @@ class JudgeSettings:
         scale: The number is divided by it.
         api_key_env: Environment variable that holds the key.
         max_tokens, concurrency, attempts: Of a verdict; requests at once; most requests for one verdict.
-        max_calls, max_total_tokens: Budget of a replica since its start, failed calls too; null for none.
+        max_calls, max_total_tokens: Budget of a run, failed calls too; null for none.
         cache: Verdicts that are kept, by the text of the whole prompt.
     """
 
@@ -139,6 +146,13 @@ class JudgeReward:
         self._running: set[asyncio.Task[Score]] = set()
         self._verdicts: OrderedDict[bytes, asyncio.Task[Score]] = OrderedDict()
         self.num_calls = self.num_tokens = 0
+        self._counts: Path | None = None
+
+    def count_in(self, folder: Path) -> None:
+        """Count what is spent in a file of a run's folder: that of all processes which ever counted there."""
+        if (self._settings.max_calls, self._settings.max_total_tokens) != (None, None):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._counts = folder / f"judge-{quote(self.name, safe='')}.spent"
 
     async def start(self) -> None:
         """Nothing is asked yet: the server may come up later."""
@@ -190,19 +204,38 @@ class JudgeReward:
 
     def _spend(self) -> None:
         settings = self._settings
-        for name, used in (("max_calls", self.num_calls), ("max_total_tokens", self.num_tokens)):
-            limit = getattr(settings, name)
-            if limit is not None and used >= limit:
-                what = f"the budget of the judge '{self.name}' is used up: {name} is {limit}"
-                raise RewardError(what, kind="refused", reason=Reason.BUDGET)
-        self.num_calls += 1
+        with self._counting():
+            for name, used in (("max_calls", self.num_calls), ("max_total_tokens", self.num_tokens)):
+                limit = getattr(settings, name)
+                if limit is not None and used >= limit:
+                    what = f"the budget of the judge '{self.name}' is used up: {name} is {limit}"
+                    raise RewardError(what, kind="refused", reason=Reason.BUDGET)
+            self.num_calls += 1
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Bring the counts up to date, and keep what is made of them meanwhile."""
+        if self._counts is None:
+            yield
+            return
+        try:
+            with open(os.open(self._counts, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                found = file.read()
+                self.num_calls, self.num_tokens = COUNTS.unpack(found) if found else (0, 0)
+                yield
+                os.pwrite(file.fileno(), COUNTS.pack(self.num_calls, self.num_tokens), 0)
+        except OSError as error:
+            what = f"what the judge '{self.name}' has spent cannot be counted: {error}"
+            raise RewardError(what, reason=Reason.INFRASTRUCTURE) from error
 
     def _read(self, reply: object) -> Score:
         try:
             verdict, is_whole, tokens = _content_of(reply)
         except (LookupError, TypeError) as error:
             raise TryAgain(f"no chat completion: {str(reply)[:SHOWN_CHARS]}") from error
-        self.num_tokens += tokens
+        with self._counting():
+            self.num_tokens += tokens
         value = self._settings.read(verdict) if is_whole else None
         if value is None:
             raise TryAgain(f"a verdict without a score: {verdict[-SHOWN_CHARS:]!r}", reason=Reason.REWARD)

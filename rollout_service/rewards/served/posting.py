@@ -21,6 +21,8 @@ from rollout_service.rewards.score import Fault, RewardError
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 8.0
 """Between attempts; doubled from one to the next, and as long as the server asks for."""
+OF_ONE_REQUEST = (400, 413, 422)
+"""Statuses of a request that cannot be answered, as one too long for the model: others still can."""
 MAX_REPLY_BYTES = 4 << 20
 SHOWN_CHARS = 200
 T = TypeVar("T")
@@ -128,7 +130,8 @@ class JsonServer:
             raise TryAgain(f"status {reply.status}: {shown}", _seconds(reply.headers.get("Retry-After")))
         what = f"the reward '{self._name}': status {reply.status}: {shown}"
         if reply.status != 200:
-            raise RewardError(what, kind="refused", reason=Reason.INFRASTRUCTURE)
+            reason = Reason.REWARD if reply.status in OF_ONE_REQUEST else Reason.INFRASTRUCTURE
+            raise RewardError(what, kind="refused", reason=reason)
         try:
             found: object = json.loads(said)
             return found

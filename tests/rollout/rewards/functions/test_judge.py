@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from asyncrl.core.config.tree import RewardSection
 from asyncrl.core.errors import ConfigError
 from rollout_service.data.prompts import Prompt
+from rollout_service.rewards.registry import load_reward
 from rollout_service.rewards.score import Answer, RewardError
 from rollout_service.rewards.served import posting
 from rollout_service.rewards.served.judge import JudgeReward, JudgeSettings
@@ -215,18 +218,26 @@ def test_a_fault_that_passes_costs_an_attempt_and_one_that_stays_is_no_zero(faul
     assert reason == "infrastructure" and "did not answer in 2 attempts" in message
 
 
+FINAL = [("no JSON", 200), ('{"choices": [{"mess', 200), ("", 401), ("", 403), ("", 404), ("", 405)]
+TOO_LONG = '{"error": {"message": "maximum context length is 1024 tokens"}}'
+OF_REQUEST = [(TOO_LONG, status) for status in (400, 413, 422)]
+
+
 @pytest.mark.parametrize(
-    ("body", "status"), [("no JSON", 200), ('{"choices": [{"mess', 200), ("", 404), ("", 401)]
+    ("body", "status", "blamed"),
+    [(*case, "infrastructure") for case in FINAL] + [(*case, "reward") for case in OF_REQUEST],
 )
-def test_what_no_further_attempt_mends_fails_at_once(body: str, status: int):
+def test_what_no_further_attempt_mends_fails_at_once(body: str, status: int, blamed: str):
+    """A request that is refused for what it holds says nothing about the server: no source is paused."""
     calls = []
 
     async def judge(request: web.Request) -> web.Response:
         calls.append(1)
         return raw(body, status)
 
-    ((reason, _),) = ask(judge, ["4"])
-    assert reason == "infrastructure" and len(calls) == 1
+    ((reason, message),) = ask(judge, ["4"])
+    assert reason == blamed and len(calls) == 1
+    assert status == 200 or f"status {status}: {body}" in message
 
 
 def test_a_server_that_hangs_is_given_up_at_the_deadline_as_infrastructure():
@@ -299,6 +310,64 @@ def test_attempts_that_failed_use_the_budget_too():
 
     ((reason, _),) = ask(judge, ["4"], max_calls=2)
     assert reason == "budget"
+
+
+def test_what_is_spent_in_a_runs_folder_counts_for_all_processes_and_starts(tmp_path: Path):
+    calls = []
+
+    async def judge(request: web.Request) -> web.Response:
+        calls.append(1)
+        return completion("score: 5", tokens=10)
+
+    async def run() -> list[Any]:
+        async with serving(judge) as url:
+            fn = {"fn": "judge", "base_url": url, "model": "m", "max_calls": 5, "max_total_tokens": 30}
+            section = RewardSection.model_validate({"fn": fn, "max_error_rate": 1.0})
+            found = []
+            for number in range(5):  # two replicas side by side, then one that was started again, and so on
+                reward = load_reward(section, run_folder=tmp_path / "run" / "rollout")
+                other = load_reward(section, run_folder=tmp_path / "run" / "rollout")
+                for one in (reward, other):
+                    try:
+                        found.append((await one.score(answer(str(number)))).value)
+                    except RewardError as error:
+                        found.append(str(error.reason))
+                    await one.close()
+            return found
+
+    assert asyncio.run(run()) == [0.5] * 3 + ["budget"] * 7
+    assert len(calls) == 3
+    assert [path.name for path in (tmp_path / "run" / "rollout").iterdir()] == ["judge-judge.spent"]
+
+
+def test_two_processes_that_spend_at_once_are_both_counted(tmp_path: Path):
+    mine, others = (JudgeReward("j", JudgeSettings("http://a/v1", "m", max_calls=9)) for _ in range(2))
+    mine.count_in(tmp_path)
+    others.count_in(tmp_path)
+    thread = threading.Thread(target=others._spend)
+    with mine._counting():
+        thread.start()
+        thread.join(0.2)  # it waits
+        mine.num_calls += 1
+    thread.join()
+    assert others.num_calls == 2
+
+
+def test_a_budget_whose_count_cannot_be_kept_is_not_spent(tmp_path: Path):
+    async def judge(request: web.Request) -> web.Response:
+        raise AssertionError("it is asked nothing")
+
+    async def run() -> Any:
+        async with serving(judge) as url:
+            made = JudgeReward("a/b", JudgeSettings(url, "m", max_calls=3))
+            made.count_in(tmp_path)
+            (tmp_path / "judge-a%2Fb.spent").mkdir()
+            found = await value_of(made, "4")
+            await made.close()
+            return found
+
+    reason, message = asyncio.run(run())
+    assert reason == "infrastructure" and "what the judge 'a/b' has spent cannot be counted" in message
 
 
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
