@@ -15,6 +15,7 @@ from asyncrl.core.config.load import load_config
 from asyncrl.planner.plan.footprint.shared_memory import count_weights
 from asyncrl.planner.plan.prepare import BUILTIN, BUILTINS, make_builtin
 from rollout_service.tasks.tiny_text import build_tokenizer
+from tests.buffer.journals.redis.redis_parts import free_port
 from tests.cli.commands.calling import asyncrl
 from tests.docs.pages import ROOT, YOUR_OWN, commands_of, run, write_files
 from tests.rollout.data.files import load_prompts
@@ -28,6 +29,8 @@ def run_page(name: str, folder: Path) -> list[str]:
     """Write the files of a page, run its commands in order, and return what they printed."""
     page = YOUR_OWN / f"{name}.md"
     write_files(page, folder)
+    for file in folder.glob("*.yaml"):  # a gateway's port may be taken
+        file.write_text(file.read_text().replace("port: 8100", f"port: {free_port()}"))
     commands = commands_of(page)
     assert commands
     return [run(command, folder) for command in commands]
