@@ -54,7 +54,7 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
     check_gateway(config)
     variant = engine_variant(config.rollout.engines[0])
     variant.prepare(config)  # as early as can be: it takes as long as all the rest of the start
-    reward = load_reward(config.reward, run_folder=context.run_dir)
+    reward = load_reward(config.reward, run_dir=context.run_dir)
     parse_lengths(config.rollout.response_tokens)
     named = config.rollout.environment
     episodes = None if named is None else load_environment(named)

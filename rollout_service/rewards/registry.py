@@ -34,20 +34,20 @@ OF_POOL = ("workers", "deadline_s")
 Arguments = dict[str, object]
 
 
-def load_reward(reward: RewardSection, folder: Path = Path(), run_folder: Path | None = None) -> TotalReward:
+def load_reward(reward: RewardSection, folder: Path = Path(), run_dir: Path | None = None) -> TotalReward:
     """Return the reward of a run; nothing is started yet.
 
     Args:
         folder: Base of relative paths of files.
-        run_folder: Where judges count what they spend; None counts it in this process.
+        run_dir: Where judges count what they spend; None counts it in this process.
 
     Raises:
         ConfigError: There is no such reward, or it does not take its arguments.
     """
     parts = build_parts(reward.fn, folder)
     for weighed in parts:
-        if run_folder is not None and isinstance(weighed.part, JudgeReward):
-            weighed.part.count_in(run_folder)
+        if run_dir is not None and isinstance(weighed.part, JudgeReward):
+            weighed.part.count_in(run_dir)
     return TotalReward(parts, ErrorRate(reward.max_error_rate))
 
 

@@ -101,8 +101,9 @@ class SglangEngine(InFlightEngine[int]):
         """Start SGLang, whose weights are version 0, and warm it up.
 
         Raises:
-            EngineError: There is no environment for it, or it cannot load the model.
+            EngineError: There is no environment for it, or it cannot serve the model.
         """
+        _check_window(self._settings)
         await self._child.start()
         start = Start(self._child.new_number(), engine_arguments(self._settings))
         try:
@@ -264,3 +265,15 @@ def _completion(answer: Generated, request_id: str) -> Completion:
     if not num_tokens == len(completion.logprobs) == covered:
         raise EngineError(f"SGLang gave no version or log-prob for each token of request {request_id}")
     return completion
+
+
+def _check_window(settings: SglangSettings) -> None:
+    """Raise EngineError for a sliding window of attention, which SGLang's classes of these models ignore."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(settings.model)
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    is_used = window and window < settings.max_model_tokens and (not kinds or "sliding_attention" in kinds)
+    if is_used and config.model_type in ("mistral", "qwen2", "qwen3"):
+        what = f"SGLang would run {settings.model} without its sliding window of {window} tokens"
+        raise EngineError(what, hint="Use rollout.engine: vllm, or rows that are no longer")

@@ -30,7 +30,7 @@ from vllm.entrypoints.serve import create_error_response
 
 from rollout_service.gateway.conversation.session import Call
 from rollout_service.gateway.refusal import Refusal, as_message_error
-from rollout_service.gateway.rules import STRICT, find_replaced
+from rollout_service.gateway.rules import find_replaced
 from rollout_service.gateway.serving.recorded import CALL, MODEL
 from rollout_service.gateway.sessions import SessionManager
 
@@ -134,9 +134,7 @@ class Serving:
         """Put the run's values in the place of the request's, and return the names of those fields."""
         fields = api.form.model_fields
         replaced = find_replaced(body, fields.keys(), self._manager.rules)
-        for name in replaced:
-            if name == STRICT:  # the prompt shows it, the sampling parameters leave it out
-                continue
+        for name in fields.keys() & replaced:
             setattr(request, name, fields[name].get_default(call_default_factory=True))
         if "tool_choice" in replaced:
             request.tool_choice = api.free_choice

@@ -20,22 +20,15 @@ BROKEN = (ValueError, LookupError, TypeError, AttributeError)
 """Errors of vLLM's parsers at an answer that is not in their format."""
 
 
-def adapt(
-    parser_class: type | None, counters: Counter[str], current: Callable[[], Call | None]
-) -> type | None:
-    """Return vLLM's parser with three differences.
+def adapt(parser_class: type, counters: Counter[str], current: Callable[[], Call | None]) -> type:
+    """Return vLLM's parser, made in the task of the `current` call, with three differences.
 
     It leaves an answer which it fails at as the text that it is: a few raise at a broken call. It gets the
     tools of a response as a chat has them, the only form that six know. And of a prompt it sees what follows
     the recorded turns: some look for the end of the thought everywhere, and find that of an earlier one.
-
-    Args:
-        current: Returns the call in whose task a parser is made.
     """
-    if parser_class is None:
-        return None
 
-    class Parser(parser_class):  # type: ignore[misc, valid-type]
+    class Parser(parser_class):
         def __init__(self, tokenizer: object, tools: Sequence[object] | None = None, **more: object) -> None:
             self._chat_tools = tools and [_as_in_chats(tool) for tool in tools]
             super().__init__(tokenizer, self._chat_tools, **more)
@@ -45,12 +38,10 @@ def adapt(
             with self._as_chat(request):
                 return super().adjust_request(request)
 
-        def parse(
-            self, model_output: str, request: ResponsesRequest, *args: object, **more: object
-        ) -> object:
+        def parse(self, model_output: str, request: ResponsesRequest, *args: object, **kw: object) -> object:
             try:
                 with self._as_chat(request):
-                    return super().parse(model_output, request, *args, **more)
+                    return super().parse(model_output, request, *args, **kw)
             except BROKEN:
                 counters["answers_not_parsed"] += 1
                 return None, model_output, []

@@ -260,6 +260,6 @@ def build_serving(client: Recorder, rules: Rules, parsers: Parsers) -> dict[str,
         handler.default_sampling_params = {}  # the model's generation_config.json has no say
     for handler in (renderer, *handlers.values()):
         for name in ("parser_cls", "parser"):  # of chats; of responses and of requests
-            if hasattr(handler, name):
-                setattr(handler, name, adapt(getattr(handler, name), client.counters, CALL.get))
+            if (parser := getattr(handler, name, None)) is not None:
+                setattr(handler, name, adapt(parser, client.counters, CALL.get))
     return {"openai_serving_models": models, **handlers}

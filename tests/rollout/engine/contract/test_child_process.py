@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import stat
@@ -17,8 +18,10 @@ from asyncrl.cli.doctor import packages
 from asyncrl.core.errors import EngineError, WireError
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.engine.sglang import messages, process
+from rollout_service.engine.sglang.engine import SglangEngine, SglangSettings
 from rollout_service.engine.sglang.messages import Answer, Ask, Channel, Done, Failed, Resume, Started
 from rollout_service.engine.sglang.process import ChildProcess
+from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
 
 
 def make_child(tmp_path: Path, script: str) -> ChildProcess:
@@ -41,6 +44,34 @@ def test_without_the_environment_the_command_that_makes_it_is_told(tmp_path: Pat
     with pytest.raises(EngineError, match=r"no interpreter for SGLang at .*none") as found:
         asyncio.run(ChildProcess(tmp_path / "none", has_gpu=False).start())
     assert "make setup LIST=sglang" in found.value.hint
+
+
+WINDOW = {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "qwen3", **WINDOW}, "without its sliding window of 128 tokens"),
+        ({"model_type": "qwen2", **WINDOW}, "without its sliding window of 128 tokens"),
+        ({"model_type": "mistral", "sliding_window": 128}, "without its sliding window of 128 tokens"),
+        ({"model_type": "qwen3", **WINDOW, "sliding_window": 200}, "no interpreter"),
+        ({"model_type": "qwen3", **WINDOW, "max_window_layers": 2}, "no interpreter"),
+        ({"model_type": "qwen3", **WINDOW, "use_sliding_window": False}, "no interpreter"),
+        ({"model_type": "gemma2", "sliding_window": 128}, "no interpreter"),
+        ({"model_type": "llama"}, "no interpreter"),
+    ],
+)
+def test_a_window_that_sglang_would_leave_out_is_refused(
+    tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    own = {"python": str(tmp_path / "none")}
+    engine = SglangEngine(
+        SglangSettings(str(tmp_path), "float32", 200, 4, 64 << 20, engine_args=own), build_tokenizer()
+    )
+    with pytest.raises(EngineError, match=said):
+        asyncio.run(engine.start())
 
 
 def test_a_child_that_ends_fails_all_that_is_asked_of_it(tmp_path: Path) -> None:

@@ -325,8 +325,8 @@ def test_what_is_spent_in_a_runs_folder_counts_for_all_processes_and_starts(tmp_
             section = RewardSection.model_validate({"fn": fn, "max_error_rate": 1.0})
             found = []
             for number in range(5):  # two replicas side by side, then one that was started again, and so on
-                reward = load_reward(section, run_folder=tmp_path / "run" / "rollout")
-                other = load_reward(section, run_folder=tmp_path / "run" / "rollout")
+                reward = load_reward(section, run_dir=tmp_path / "run" / "rollout")
+                other = load_reward(section, run_dir=tmp_path / "run" / "rollout")
                 for one in (reward, other):
                     try:
                         found.append((await one.score(answer(str(number)))).value)
