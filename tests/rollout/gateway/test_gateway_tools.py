@@ -1,4 +1,7 @@
-"""Tool calls and reasoning, parsed by vLLM's parsers, over each API: what was sampled is what is trained."""
+"""Tool calls and reasoning, parsed by vLLM's parsers, over each API: what was sampled is what is trained.
+
+Over vLLM: the model has a sliding window, which SGLang refuses.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import openai
 import pytest
 
 from asyncrl.core.experience import Group, Trajectory
-from tests.rollout.gateway.gateway_parts import ENGINES, Agent, Stage
+from tests.rollout.gateway.gateway_parts import Agent, Stage
 from tests.rollout.gateway.test_gateway import check_logprobs, rewarded
 from tests.rollout.gateway.tool_model import TRAINED, TRANSCRIPTS, Transcript, build_tool_tokenizer
 from tests.rollout.gateway.tool_parts import CHAT_TOOLS, PLAYERS, open_tool_stage, play_chat
@@ -22,20 +25,13 @@ WITH_A_CALL, WITH_TWO_CALLS, *_ = TALKS
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module", params=TRAINED)
-def served(
-    request: pytest.FixtureRequest, engine: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stage]:
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(
             "VLLM_ENABLE_RESPONSES_API_STORE", "1"
         )  # as somebody may have it who serves with vLLM too
-        with open_tool_stage(tmp_path_factory.mktemp("tools"), request.param, engine) as stage:
+        with open_tool_stage(tmp_path_factory.mktemp("tools"), request.param) as stage:
             yield stage
 
 

@@ -27,11 +27,11 @@ def load_model(folder: Path, seed: int, ends: bool) -> Qwen3ForCausalLM:
 
 
 @contextlib.contextmanager
-def open_tool_stage(folder: Path, family: str, engine: str = "vllm") -> Iterator[Stage]:
+def open_tool_stage(folder: Path, family: str) -> Iterator[Stage]:
     """A stage with the model of a parser family, for prompts of 12 k tokens."""
     parsers = {"tool_call_parser": family, "reasoning_parser": "qwen3"}
     make = partial(make_tool_model, family=family)
-    served = Served(make, load_model, 12_000, 8_000, parsers, engine)
+    served = Served(make, load_model, 12_000, 8_000, parsers)
     with open_gateway_stage(folder, 300.0, served) as stage:
         yield stage
 
