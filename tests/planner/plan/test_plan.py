@@ -114,13 +114,6 @@ def test_a_plan_of_several_engines_has_each_with_what_holds_for_it_alone() -> No
     assert elsewhere.num_bytes == sglang + caches, "whichever it is"
 
 
-def test_replicas_over_several_nodes_are_of_one_engine(good: dict[str, Any]) -> None:
-    own = {"vllm": {"nnodes": 2}}
-    rollout = {**good["rollout"], "engine": ["vllm", "sglang"], "engine_args": own}
-    (problem,) = problems_of({**good, "rollout": rollout})
-    assert "nnodes: replicas of several nodes are of one engine" in problem
-
-
 def test_rates_of_a_mix_are_known_only_if_those_of_all_its_engines_are() -> None:
     def most(engine: Any) -> int:
         return Setting.of(Config(**GOOD, rollout={"engine": engine})).max_sequences

@@ -63,3 +63,10 @@ def test_an_engine_is_cut_over_all_workers_of_its_nodes(
     assert arguments["distributed_executor_backend"] == "mp"
     monkeypatch.delenv(NODE_VARIABLE)  # of a process that no cluster has placed
     assert _engine_arguments(settings_of(config_with(gpus=0)))["distributed_executor_backend"] == "uni"
+
+
+def test_replicas_over_several_nodes_are_of_one_engine() -> None:
+    rollout = {"engine": ["vllm", "sglang"], "engine_args": {"vllm": {"nnodes": 2}}}
+    sections = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}
+    with pytest.raises(ConfigError, match="nnodes: replicas of several nodes are of one engine"):
+        plan.check_elsewhere(Config(**sections, rollout=rollout))
