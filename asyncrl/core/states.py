@@ -48,7 +48,8 @@ class Reason(StrEnum):
 
     The model's fault: WRONG; NO_ANSWER, the response holds none; TRUNCATED, a limit cut it off. A failure:
     INFRASTRUCTURE, a server, sandbox or process could not be used; TIMEOUT; ENVIRONMENT or REWARD, that code
-    raised or returned nonsense; BUDGET, a judge's calls are used up.
+    raised or returned nonsense; BUDGET, a judge's calls are used up; NOT_RETRYABLE, a call may have been
+    made, and must not be made twice: there is no other attempt.
     """
 
     WRONG = "wrong_answer"
@@ -59,9 +60,10 @@ class Reason(StrEnum):
     ENVIRONMENT = "environment"
     REWARD = "reward"
     BUDGET = "budget"
+    NOT_RETRYABLE = "not_retryable"
 
 
-FAILURES = (Reason.INFRASTRUCTURE, Reason.TIMEOUT, Reason.ENVIRONMENT, Reason.REWARD, Reason.BUDGET)
+FAILURES = tuple(Reason)[3:]
 """Reasons with which an answer has no reward: its group fails, whatever number was given."""
 RUN_ENDS = (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)
 """Of a run: nothing of it runs any more."""

@@ -128,7 +128,8 @@ class MultiTurn:
             return await self._play(prompt, sampling, episode_id, record)
         except NotRestored as error:
             if any(turn.begun for turn in record.turns if not turn.is_shared):
-                raise  # its calls must not be made again
+                error.reason = Reason.NOT_RETRYABLE  # its calls must not be made again
+                raise
             log.warning("episode %s begins anew: %s", episode_id, error)
             record.forget()
             return await self._play(prompt, sampling, episode_id, record)

@@ -81,6 +81,10 @@ class SandboxSettings:
 class Sandbox(Protocol):
     """One sandbox. `create` of its maker begins it, empty or from a snapshot."""
 
+    @property
+    def is_sealed(self) -> bool:
+        """Whether commands change nothing but the files of the sandbox."""
+
     async def exec(self, *commands: Command) -> list[Completed]:
         """Run commands in order. Raises SandboxFailed, and then none of them counts."""
 

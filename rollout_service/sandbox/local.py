@@ -154,6 +154,10 @@ class LocalSandbox:
         self._process: Process | None = None
         self._is_destroyed = False
 
+    @property
+    def is_sealed(self) -> bool:
+        return self._maker.way != NONE and not self._maker.settings.network
+
     async def exec(self, *commands: Command) -> list[Completed]:
         async with self._maker.permits:
             if self._is_destroyed:

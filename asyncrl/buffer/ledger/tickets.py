@@ -57,6 +57,7 @@ class DropReason(enum.Enum):
     ENVIRONMENT = Reason.ENVIRONMENT.value
     REWARD = Reason.REWARD.value
     BUDGET = Reason.BUDGET.value
+    NOT_RETRYABLE = Reason.NOT_RETRYABLE.value
 
 
 class Reissue(enum.Enum):

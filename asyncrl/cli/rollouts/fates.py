@@ -34,6 +34,7 @@ WHY_DROPPED: Mapping[str, str] = {
     "environment": "its environment failed at every attempt",
     "reward": "no reward could be computed at any attempt",
     "budget": "the budget of a judge is used up",
+    "not_retryable": "an attempt ended inside a call that must not be made twice",
 }
 
 

@@ -246,7 +246,7 @@ _ROLLOUT = singles(
     (
         "buffer/dropped/<cause>",
         "groups",
-        "Groups so far without a reward, by cause: infrastructure, timeout, environment, reward, budget",
+        "Groups so far without a reward, by cause: a failure's reason (docs/rewards.md)",
     ),
     ("buffer/dropped/guard", "groups", "Groups so far whose update the guard refused"),
     ("buffer/dropped/oversized", "groups", "Groups so far with a row longer than a microbatch"),

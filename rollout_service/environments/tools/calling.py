@@ -2,8 +2,8 @@
 
 The model's turn stands at the buffer before its first call is made, and each result before the next one.
 A call whose result is recorded is not made again. A call that may have been made and has no result, because
-its replica died inside it, is made again under the same key if its tool is idempotent; otherwise its episode
-fails, at every attempt. Invariant: neither arguments nor what a tool raised enters a message of an error.
+its attempt ended inside it, is made again under the same key if its tool is idempotent; otherwise its group
+is given up. Invariant: neither arguments nor what a tool raised enters a message of an error.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from asyncrl.core.states import Reason
 from rollout_service.environments.protocol import EnvironmentFailed
 from rollout_service.sampling.turn_journal import EpisodeRecord
 from rollout_service.sampling.turn_records import Answered, Begun
@@ -73,6 +74,11 @@ class Calls:
     def __init__(self, record: EpisodeRecord) -> None:
         self._record = record
 
+    @property
+    def has_results(self) -> bool:
+        """Whether the result of any call is recorded."""
+        return any(turn.answers for turn in self._record.turns)
+
     async def make(self, index: int, tool: str, make: Make, *, is_idempotent: bool = False) -> Outcome:
         """Return the outcome of call `index` of the present turn; make it if there is none.
 
@@ -89,7 +95,8 @@ class Calls:
             if index in turn.begun:
                 raise EnvironmentFailed(
                     f"call {key} of the tool '{tool}' was begun by an attempt that ended inside it, and the "
-                    "tool is not idempotent: it is not called again"
+                    "tool is not idempotent: it is not called again",
+                    reason=Reason.NOT_RETRYABLE,
                 )
             record.note(Begun(*record.place, index))
         await record.flush()

@@ -1,4 +1,7 @@
-"""Code of the model's, run in the sandbox of its episode: files stay from one call to the next."""
+"""Code of the model's, run in the sandbox of its episode: files stay from one call to the next.
+
+An attempt that ended left no trace of its calls where sandboxes are sealed: the next one makes them again.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class Shell(Tool):
 
     def begin(self, sandbox: Sandbox | None) -> Shell:
         begun = copy(self)
-        begun._sandbox = sandbox
+        begun._sandbox, begun.is_idempotent = sandbox, sandbox is not None and sandbox.is_sealed
         return begun
 
     async def call(self, text: str) -> str:

@@ -33,7 +33,7 @@ class Tool(Protocol):
         description: For the prompt.
         argument: Name of its one argument, which is text; empty for a tool that writes `answer`.
         is_idempotent: The same call made twice counts once: it has no effect, or the tool knows its `key`.
-            Without that, an episode whose replica died inside a call fails.
+            Without that, a group is given up whose attempt ended inside a call.
         uses_sandbox: Whether an episode with it has a sandbox.
     """
 

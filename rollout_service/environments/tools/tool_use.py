@@ -129,7 +129,7 @@ class ToolEpisode(Environment):
 
     async def restore(self, turns: Sequence[tuple[str, Step]]) -> None:
         """Results of calls come from `calls`; the files of a sandbox are gone. Raises NotRestored."""
-        if turns and self._sandbox is not None:
+        if self._sandbox is not None and self.calls.has_results:
             raise NotRestored("the files of its sandbox are gone")
 
     async def step(self, answer: str) -> Step:

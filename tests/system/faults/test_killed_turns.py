@@ -118,7 +118,7 @@ def wait_for_end(run: UpRun, path: Path, is_idempotent: bool) -> BufferStatus:
             told = client.status()
             num_calls = sum(one["place"][0] == KILLED[0] for one in read(path))
             has_failed = any(" 5.1.0.2.0 " in name for name in told.counters) and told.dropped.get(
-                Reason.ENVIRONMENT
+                Reason.NOT_RETRYABLE
             )
             if has_failed or (is_idempotent and num_calls >= NUM_TURNS * GROUP_SIZE):
                 return told

@@ -241,10 +241,8 @@ class LeaseCommands:
         """Count an attempt that failed by `cause` (`messages.Fail`); return False if it is not held."""
         if not self.holds_lease(replica, ticket, attempt):
             return False
-        found, last = (
-            self.state.tickets[ticket],
-            DropReason(cause) if cause in FAILURES else DropReason.POISON,
-        )
+        found = self.state.tickets[ticket]
+        last = DropReason(cause) if cause in FAILURES else DropReason.POISON
         if cause == Reason.INFRASTRUCTURE:
             self.breaker.fail(found.source, (ticket, attempt), said, now)
         self._give_back(found, Reissue.FAILED, last)
@@ -309,7 +307,7 @@ class LeaseCommands:
         self._emit(ev.Restarted(now + self.settings.lease_s))
 
     def _give_back(self, ticket: Ticket, reason: Reissue, last: DropReason = DropReason.POISON) -> None:
-        limit = self.settings.max_attempts
+        limit = 1 if last is DropReason.NOT_RETRYABLE else self.settings.max_attempts
         has_failed = reason is Reissue.FAILED and ticket.num_failures + 1 >= limit
         is_lost = reason in (Reissue.EXPIRED, Reissue.DEREGISTERED)
         has_killed = is_lost and ticket.num_lost_leases + 1 >= GIVEN_UP_LOST_LEASES * limit
