@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -160,6 +161,8 @@ class Gateway:
         check_features(NEEDED)
         app = self.build_app()
         await app.state.anthropic_serving_messages._get_disabled_thinking_effort()  # else the first call asks
+        gc.collect()
+        gc.freeze()  # of vLLM's serving, as its own server does: no collection needs to visit it again
         listener = _listen(self._settings.host, self._settings.port)
         self.url = "http://{}:{}".format(*listener.getsockname()[:2])
         self._server = server = make_server(app, STOP_DEADLINE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
@@ -147,3 +148,10 @@ def test_a_call_that_nobody_answers_costs_one_wake_and_not_one_per_millisecond()
         with pytest.raises(DeadlineExceeded):
             client.call("echo", deadline_s=0.5)
     assert counted.total() <= 3
+
+
+def test_the_event_loop_of_a_replica_is_that_of_vllm_s_server() -> None:
+    async def main() -> str:
+        return type(asyncio.get_running_loop()).__module__
+
+    assert ThreadRuntime().run_async(main()) == "uvloop"

@@ -108,4 +108,8 @@ class ThreadRuntime(SystemClock):
         return thread
 
     def run_async(self, main: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run(main)
+        try:
+            import uvloop  # comes with vLLM, whose own server runs on it too
+        except ImportError:
+            return asyncio.run(main)
+        return uvloop.run(main)

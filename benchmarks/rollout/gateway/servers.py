@@ -22,6 +22,7 @@ from typing import Any
 from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.core.config.tree import SourceSection
 from asyncrl.core.runtime.clock import SystemClock
+from asyncrl.core.runtime.threads import ThreadRuntime
 from benchmarks.rollout.gateway.engine import ScriptedClient, ServedEngine, engine_arguments
 from rollout_service.data.prompts import PromptSet
 from rollout_service.data.sources import load_sources
@@ -51,7 +52,7 @@ class Setting:
 
 def run_gateway(pipe: Connection, setting: Setting) -> None:
     """Entry of the gateway's process."""
-    _serve(pipe, asyncio.run, lambda tell: _serve_gateway(setting, tell))
+    _serve(pipe, ThreadRuntime().run_async, lambda tell: _serve_gateway(setting, tell))
 
 
 def run_vllm(pipe: Connection, setting: Setting) -> None:

@@ -133,7 +133,7 @@ class Call:
             branch.transcript.add(turn)
         self.told = Told(self.added, reply_in_text(turn.text))
         branch.told.append(self.told)
-        self._leave()  # now: the client may go on as soon as it has read the end
+        self.end()  # now: the client may go on as soon as it has read the end
 
     def answered(self, messages: Iterable[Mapping[str, object]]) -> None:
         """Keep the messages that the client gets as the answer; it sends them back with its next call."""

@@ -9,10 +9,10 @@ a recorded answer is never tokenised again, whatever a parser made of it and how
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextvars import ContextVar
 
+import msgspec
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -192,7 +192,7 @@ async def _keep_chunks(chunks: AsyncIterator[str], call: Call | None) -> AsyncGe
     message = StreamedMessage()
     async for chunk in chunks:
         data = chunk.removeprefix("data:").strip()
-        choices = json.loads(data).get("choices") if data.startswith("{") else None
+        choices = msgspec.json.decode(data).get("choices") if data.startswith("{") else None
         if choices:
             message.add(choices[0].get("delta") or {})
             if call is not None and choices[0].get("finish_reason"):

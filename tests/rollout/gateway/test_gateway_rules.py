@@ -254,6 +254,22 @@ def test_a_session_has_one_call_at_a_time_and_no_reward_without_an_answer():
     play(20.0, script)
 
 
+def test_a_client_that_has_read_its_answer_s_end_may_go_on_before_the_server_is_done_with_it():
+    said = {"role": "assistant", "content": "text"}
+
+    async def script(manager: SessionManager, first: Session, group: Any) -> None:
+        for prompt, messages in (((1, 2), [HELLO]), ((1, 2, 3, 4), [HELLO, said, MORE])):
+            call = first.begin()
+            call.ask(chat(*messages))
+            call.record(turn(prompt, (3,)))
+        first.close(1.0, {})
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+
+    play(20.0, script)
+
+
 def test_siblings_whose_prompts_have_nothing_in_common_are_no_group():
     async def script(manager: SessionManager, first: Session, group: Any) -> None:
         second = await manager.open(0.0)
