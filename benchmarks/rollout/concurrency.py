@@ -7,17 +7,18 @@ a batch limit, a KV cache of blocks. Where a block is wanted and none is free, t
 loses its own and is computed anew. Three rules: a fixed number of groups in flight; `full batch`: a further
 group whenever the unfinished requests leave room for a group beside a batch and a quarter; and `adaptive`,
 the rule of a replica, which holds fewer where the engine preempts. Where the lengths change they do so in the
-middle, and what comes after is counted. Target of `adaptive`: 95 % of the tokens/s of the best fixed number,
-on every row.
+middle, and what comes after is counted. Figures are medians over draws of the lengths. Target of `adaptive`:
+95 % of the tokens/s of the best fixed number, on every row.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from statistics import median
 from typing import Any
 
 from asyncrl.core.status.replica import CacheStatus
@@ -32,8 +33,9 @@ STEP_S, PER_REQUEST_S, PER_PREFILL_TOKEN_S = 0.010, 0.00004, 0.00002
 """A decode step of a GPU: mostly reading the weights, a little for each request, and prompts by the token."""
 FIXED = (8, 16, 24, 32, 64, 128)
 TARGET = 0.95
-WHOLE_S, QUICK_S = 600.0, 200.0
-"""Of the model's time, for each figure."""
+DURATION_S = 600.0
+"""Of the model's time: a shorter one counts little but what was taken at the start, or before a change."""
+WHOLE_SEEDS, QUICK_SEEDS = 9, 3
 
 Draw = Callable[[random.Random], int]
 
@@ -55,9 +57,9 @@ CACHES = {"roomy": 400_000, "tight": 40_000}
 """KV caches, in tokens."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """A response on its way; `num_done` of its `num_wanted` tokens are sampled."""
+    """A response on its way: `num_wanted` tokens, of which `num_done` were sampled when it last waited."""
 
     group: int
     num_wanted: int
@@ -69,19 +71,23 @@ class Engine:
     """The scheduler's model. One `step` is one pass of the model over all running requests.
 
     Attributes:
+        running: The tick before its first token, had it never waited, by request, the oldest first.
         free_blocks: Of the KV cache.
         num_sampled, num_preempted: Since the start.
     """
 
     num_blocks: int
     waiting: deque[Request] = field(default_factory=deque)
-    running: list[Request] = field(default_factory=list)
+    running: dict[Request, int] = field(default_factory=dict)
     num_sampled: int = 0
     num_preempted: int = 0
     free_blocks: int = 0
+    tick: int = 0
 
     def __post_init__(self) -> None:
         self.free_blocks = self.num_blocks
+        self._ends: dict[int, list[tuple[Request, int]]] = {}
+        self._num_at = Counter[int]()  # running, by the phase in which each wants a block
 
     def status(self) -> CacheStatus:
         """Return the figures that an engine tells."""
@@ -92,15 +98,13 @@ class Engine:
         """Sample a token for every running request; return (seconds, requests that ended)."""
         prefilled = self._admit()
         self._make_room()
-        for request in self.running:
-            request.num_done += 1
-        self.num_sampled += len(self.running)
-        ended = [request for request in self.running if request.num_done >= request.num_wanted]
-        if ended:
-            self.running = [request for request in self.running if request.num_done < request.num_wanted]
-            self.free_blocks += sum(_blocks(request.num_done) for request in ended)
-        seconds = STEP_S + PER_REQUEST_S * (len(self.running) + len(ended)) + PER_PREFILL_TOKEN_S * prefilled
-        return seconds, ended
+        self.tick += 1
+        num_running = len(self.running)
+        self.num_sampled += num_running
+        ended = [one for one, begun in self._ends.pop(self.tick, ()) if self.running.get(one) == begun]
+        for request in ended:
+            self.free_blocks += self._leave(request)
+        return STEP_S + PER_REQUEST_S * num_running + PER_PREFILL_TOKEN_S * prefilled, ended
 
     def _admit(self) -> int:
         num_tokens = 0
@@ -110,19 +114,29 @@ class Engine:
                 break
             self.free_blocks -= _blocks(request.num_done)
             num_tokens += PROMPT_TOKENS + request.num_done
-            self.running.append(self.waiting.popleft())
+            self._enter(self.waiting.popleft())
         return num_tokens
 
     def _make_room(self) -> None:
         """Give each running request a block for its next token; the youngest ones lose theirs for it."""
-        needed = sum(_blocks(one.num_done + 1) - _blocks(one.num_done) for one in self.running)
-        while needed > self.free_blocks:
-            youngest = self.running.pop()
-            needed -= _blocks(youngest.num_done + 1) - _blocks(youngest.num_done)
-            self.free_blocks += _blocks(youngest.num_done)
+        while self._num_at[self.tick % BLOCK_TOKENS] > self.free_blocks:
+            youngest = next(reversed(self.running))
+            self.free_blocks += self._leave(youngest)
             self.waiting.appendleft(youngest)
             self.num_preempted += 1
-        self.free_blocks -= needed
+        self.free_blocks -= self._num_at[self.tick % BLOCK_TOKENS]
+
+    def _enter(self, request: Request) -> None:
+        begun = self.running[request] = self.tick - request.num_done
+        self._num_at[(begun - PROMPT_TOKENS) % BLOCK_TOKENS] += 1
+        self._ends.setdefault(begun + request.num_wanted, []).append((request, begun))
+
+    def _leave(self, request: Request) -> int:
+        """Take a request out; return its blocks."""
+        begun = self.running.pop(request)
+        self._num_at[(begun - PROMPT_TOKENS) % BLOCK_TOKENS] -= 1
+        request.num_done = self.tick - begun
+        return _blocks(request.num_done)
 
 
 def _blocks(num_done: int) -> int:
@@ -138,12 +152,14 @@ class Outcome:
     preemptions: float
 
 
-def measure(draws: Sequence[Draw], cache_tokens: int, rule: Fixed, duration_s: float) -> Outcome:
+def measure(
+    draws: Sequence[Draw], cache_tokens: int, rule: Fixed, duration_s: float, seed: int = 0
+) -> Outcome:
     """Keep a replica busy for `duration_s` of the model's time.
 
     The first half is not counted; of two mixes of lengths it has the first.
     """
-    source, engine = random.Random(0), Engine(cache_tokens // BLOCK_TOKENS)
+    source, engine = random.Random(seed), Engine(cache_tokens // BLOCK_TOKENS)
     left: dict[int, int] = {}
     serial = num_ended = 0
     now_s = 0.0
@@ -176,9 +192,9 @@ def measure(draws: Sequence[Draw], cache_tokens: int, rule: Fixed, duration_s: f
     return Outcome(rate, sum(sizes) / len(sizes), per_1000)
 
 
-def run(duration_s: float) -> list[dict[str, Any]]:
+def run(num_seeds: int) -> list[dict[str, Any]]:
     """Return one row per length mix and cache: every fixed number, the controller, and their ratio."""
-    return [_run_case(mixes, cache, duration_s) for mixes, cache in _cases()]
+    return [_run_case(mixes, cache, num_seeds) for mixes, cache in _cases()]
 
 
 def _cases() -> Iterator[tuple[Sequence[str], str]]:
@@ -186,13 +202,16 @@ def _cases() -> Iterator[tuple[Sequence[str], str]]:
     yield from ((change, "tight") for change in CHANGES)
 
 
-def _run_case(mixes: Sequence[str], cache: str, duration_s: float) -> dict[str, Any]:
-    def run_rule(rule: Fixed) -> Outcome:
-        return measure([MIXES[mix] for mix in mixes], CACHES[cache], rule, duration_s)
+def _run_case(mixes: Sequence[str], cache: str, num_seeds: int) -> dict[str, Any]:
+    draws = [MIXES[mix] for mix in mixes]
 
-    fixed = {number: run_rule(Fixed(number)) for number in FIXED}
+    def run_rule(make: Callable[[int], Fixed], number: int) -> Outcome:
+        found = [measure(draws, CACHES[cache], make(number), DURATION_S, seed) for seed in range(num_seeds)]
+        return Outcome(*(median(figures) for figures in zip(*map(astuple, found), strict=True)))
+
+    fixed = {number: run_rule(Fixed, number) for number in FIXED}
     best = max(fixed.values(), key=lambda outcome: outcome.tokens_per_s).tokens_per_s
-    rules = {"full batch": run_rule(FullBatch(MAX_SEQUENCES)), "adaptive": run_rule(Adaptive(MAX_SEQUENCES))}
+    rules = {"full batch": run_rule(FullBatch, MAX_SEQUENCES), "adaptive": run_rule(Adaptive, MAX_SEQUENCES)}
     return {
         "mix": ", then ".join(mixes),
         "cache": cache,
@@ -241,9 +260,9 @@ def check(results: Mapping[str, Any]) -> Verdict:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all cases and print them. Returns the exit code."""
-    quick = f"{QUICK_S:g} s of the model's time for each figure instead of {WHOLE_S:g}"
+    quick = f"medians of {QUICK_SEEDS} draws instead of {WHOLE_SEEDS}"
     given = make_parser("concurrency", __doc__, quick).parse_args(arguments)
-    results = {"cases": run(QUICK_S if given.quick else WHOLE_S)}
+    results = {"cases": run(QUICK_SEEDS if given.quick else WHOLE_SEEDS)}
     return report(given, results, table, check)
 
 

@@ -86,12 +86,24 @@ def test_the_cache_lost_at_a_swap_is_no_pressure():
     assert limit.step(CacheStatus(preemptions=32, usage=0.4, running=32, waiting=8), 40, 1).places == BOUND
 
 
-def test_an_engine_without_a_request_teaches_nothing():
+@pytest.mark.parametrize(
+    ("cache", "num_unfinished"),
+    [
+        (CacheStatus(preemptions=1), 0),
+        (CacheStatus(preemptions=1, usage=0.5, waiting=5), 20),
+        (CacheStatus(preemptions=1, running=5), 20),
+        (CacheStatus(preemptions=1, usage=0.5, running=5), 0),
+    ],
+    ids=["idle", "paused", "cache cleared", "about to end"],
+)
+def test_an_engine_that_shows_no_request_at_work_teaches_nothing(cache: CacheStatus, num_unfinished: int):
     cut = Limit.at_bound(BOUND, LEAST).step(
         CacheStatus(preemptions=1, usage=1.0, running=10, waiting=30), 40, 1
     )
     assert cut.change is Change.CUT and cut.samples < 20
-    assert cut.step(CacheStatus(preemptions=1), 0, 50).samples == cut.samples
+    looked = cut.step(cache, num_unfinished, 50)
+    assert (looked.samples, looked.in_cache, looked.usage) == (cut.samples, cut.in_cache, cut.usage)
+    assert looked.num_ended == 50, "what ended before counts to no later turnover"
 
 
 class Recorder(ReplicaClient):
@@ -120,6 +132,20 @@ def test_a_replica_whose_engine_preempts_asks_for_fewer_groups_and_tells_why(tmp
     assert status.counters["limit/cut"] > 0
 
 
+def test_a_replica_s_limit_grows_with_what_has_ended_since_its_cut(tmp_path: Path):
+    with open_stage(tmp_path, DIGIT_SORT, tokens_per_s=50.0) as stage:
+        looks = itertools.count()
+
+        def tell() -> CacheStatus:
+            look = next(looks)
+            return CacheStatus(0, 0, min(look, 2), *((1.0, 4, 12) if look < 3 else (0.5, 4, 0)))
+
+        stage.engine.cache_status = tell  # type: ignore[method-assign]
+        stage.serve_first_version()
+        wait_for(lambda: stage.replica.status().counters.get("limit/grow", 0) > 0, "a limit that grows")
+        assert "limit/none" not in stage.replica.status().counters, "only changes are counted"
+
+
 def test_a_replica_whose_engine_tells_nothing_keeps_its_bound(tmp_path: Path):
     with open_stage(tmp_path, DIGIT_SORT) as stage:
         stage.serve_first_version()
@@ -136,5 +162,7 @@ def test_the_metrics_tell_the_tightest_limit_and_its_changes_by_reason():
         | {"limit": {"places": 40, "bound": 40, "change": "grow"}, "counters": {"limit/cut": 1}},
         "rollout.2": engine | {"cache": None, "limit": {"places": 1, "bound": 40, "change": "none"}},
     }
-    row = Meter().update(1.0, statuses_of(told))
-    assert (row["perf/rollout_limit"], row["perf/rollout_limit/cut"]) == (0.25, 3)
+    meter = Meter()
+    for time_s in (1.0, 1e6):
+        row = meter.update(time_s, statuses_of(told))
+        assert (row["perf/rollout_limit"], row["perf/rollout_limit/cut"]) == (0.25, 3), "since the start"

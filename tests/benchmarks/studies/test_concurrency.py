@@ -28,7 +28,7 @@ def test_every_token_is_sampled_once_and_every_block_comes_back(num_blocks: int)
 
 def test_the_adaptive_rule_takes_fewer_after_a_preemption_and_only_then():
     engine, rule = Engine(100), Adaptive(MAX_SEQUENCES)
-    engine.running = [Request(0, 1) for _ in range(50)]
+    engine.running = {Request(0, 1): 0 for _ in range(50)}
     engine.free_blocks = 0
     rule.look(engine.status(), 50, 1)
     assert rule.wants_more(1, 300)
@@ -67,7 +67,7 @@ def test_the_check_asks_the_replica_s_rule_for_its_share_of_the_best_fixed_numbe
 def test_the_command_prints_the_table_it_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(concurrency, "QUICK_S", 1.0)
+    monkeypatch.setattr(concurrency, "DURATION_S", 1.0)
     assert main(["--quick", "--json", str(tmp_path / "figures.json")]) == 0
     results = json.loads((tmp_path / "figures.json").read_text())["figures"]
     assert capsys.readouterr().out.strip() == table(results)
