@@ -102,6 +102,15 @@ def test_a_missing_folder_and_a_missing_tensor_are_config_errors(tmp_path):
         ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "n_routed_experts: 8: these experts"),
         ({"model_type": "olmoe", "num_experts": 8}, "these experts are not supported"),
         ({"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 1}, "gets no gradient"),
+        (
+            {
+                "model_type": "mixtral",
+                "num_local_experts": 8,
+                "sliding_window": 64,
+                "use_sliding_window": None,
+            },
+            "sliding_window: 64 is not supported",
+        ),
     ],
 )
 def test_experts_of_a_kind_that_is_not_supported_are_refused_in_words(tmp_path, changes, said):

@@ -141,6 +141,8 @@ def find_unsupported(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         yield f"{experts}: {table[experts]}: these experts are not supported", f"Choose one of {names}"
     elif experts is not None and table.get("num_experts_per_tok") == 1:
         yield "num_experts_per_tok: 1 is not supported: its router gets no gradient", "Two or more are"
+    elif experts is not None and table.get("use_sliding_window") is None and table.get("sliding_window"):
+        yield f"sliding_window: {table['sliding_window']} is not supported", "Only sliding_window: null is"
     if family is None:
         yield f"model_type '{table.get('model_type')}' is not supported", f"Supported: {', '.join(FAMILIES)}"
     for key, wanted in _PLAIN_FORM.items():
