@@ -11,7 +11,7 @@ import torch.distributed as dist
 from learner.backend import Placement
 from learner.batching.batch import build_batch
 from tests.learner.parts.samples import make_groups
-from tests.learner.parts.training import open_backend, train
+from tests.learner.parts.training import open_backend, open_fsdp2, train
 
 GRAD_CLIP = 0.02
 ROUTERS = ("actor/expert_load_max", "actor/expert_load_min", "actor/router_entropy")
@@ -19,7 +19,8 @@ ROUTERS = ("actor/expert_load_max", "actor/expert_load_min", "actor/router_entro
 
 def run_experts(placement: Placement, job: dict[str, Any], out: Path) -> dict[str, Any]:
     """Train three steps; then compare all ranks' parts with the export, and compute log-probs."""
-    backend = open_backend(Path(job["model"]), placement, grad_clip=GRAD_CLIP, **job["changes"])
+    opener = open_fsdp2 if job["name"] == "fsdp2" else open_backend
+    backend = opener(Path(job["model"]), placement, grad_clip=GRAD_CLIP, **job["changes"])
     metrics = train(backend, range(3))
     assert all(one["actor/grad_norm"] > 2 * GRAD_CLIP for one in metrics), "nothing is clipped"
     wrong = find_wrong_parts(backend)

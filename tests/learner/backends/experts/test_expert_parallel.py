@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from asyncrl.core.errors import ConfigError
 from tests.learner.checkpoint.test_checkpoint_layouts import (
@@ -108,6 +110,18 @@ def test_two_layers_over_stages_one_of_which_may_be_dense(kind, tmp_path):
     run_jobs(4, layouts, model, tmp_path)
     for name in layouts:
         check(tmp_path, name, 4, alone, tmp_path)
+
+
+@pytest.mark.long
+def test_three_ranks_of_fsdp2_publish_each_expert_once(model, alone, tmp_path):
+    """Eight experts are three, three and two."""
+    run_jobs(3, {"fsdp2": {"dp": 3}}, model, tmp_path)
+    for rank in range(3):
+        assert json.loads((tmp_path / f"fsdp2.{rank}.json").read_text())["wrong_parts"] == []
+    weights, wanted = (load_file(at / "model.safetensors") for at in (tmp_path / "fsdp2", alone[1] / "alone"))
+    assert weights.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-4)
 
 
 @pytest.mark.long
