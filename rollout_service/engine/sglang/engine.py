@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 START_DEADLINE_S = 900.0
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+WITHOUT_WINDOWS = frozenset({"mistral", "qwen2", "qwen3"})
+"""Kinds of models whose sliding window SGLang ignores."""
 SPARE_TOKENS = 8
 """SGLang keeps a few positions of its context for itself; responses are cut at `max_model_tokens` here."""
 
@@ -274,6 +276,6 @@ def _check_window(settings: SglangSettings) -> None:
     config = AutoConfig.from_pretrained(settings.model)
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     is_used = window and window < settings.max_model_tokens and (not kinds or "sliding_attention" in kinds)
-    if is_used and config.model_type in ("mistral", "qwen2", "qwen3"):
+    if is_used and config.model_type in WITHOUT_WINDOWS:
         what = f"SGLang would run {settings.model} without its sliding window of {window} tokens"
         raise EngineError(what, hint="Use rollout.engine: vllm, or rows that are no longer")
