@@ -1,4 +1,4 @@
-"""Choice of the kernel that attends within packed rows: torch's variable-length one where it runs."""
+"""Choice of the kernel that attends within packed rows, or over their tree."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from typing import TypeAlias
 
 import torch
 
+from learner.attention.cascade import CpuCascade
+from learner.attention.cascade_varlen import VarlenCascade
 from learner.attention.pieces import Pieces
+from learner.attention.prefix_tree import PrefixTree
 from learner.attention.rectangles import RectanglePieces
 from learner.attention.varlen import VarlenPieces
 from learner.numerics.transfer import send_fields
 
-AttentionLayout: TypeAlias = RectanglePieces | VarlenPieces
+AttentionLayout: TypeAlias = RectanglePieces | VarlenPieces | CpuCascade | VarlenCascade
 
 
 def lay_out(pieces: Pieces, device: torch.device, *, is_varlen: bool) -> AttentionLayout:
@@ -19,3 +22,8 @@ def lay_out(pieces: Pieces, device: torch.device, *, is_varlen: bool) -> Attenti
     if is_varlen:
         return send_fields(VarlenPieces.of(pieces), device)
     return RectanglePieces.of(pieces).to(device)
+
+
+def lay_out_tree(tree: PrefixTree, device: torch.device, *, is_varlen: bool) -> AttentionLayout:
+    """As `lay_out`, for the positions of a tree; on a GPU `is_varlen` must be true."""
+    return VarlenCascade.of(tree, device) if is_varlen else CpuCascade.of(tree)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -45,3 +47,72 @@ def varlen_attn(
         weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
         outputs.append((weights @ v).transpose(0, 1))
     return torch.cat(outputs)
+
+
+def flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[object],
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `learner.attention.cascade_varlen.flash`."""
+    outputs, lses = [], []
+    for queries, keys in _pieces(len(query), len(key), lengths):
+        scores, v = _scores(query[queries], key[keys], value[keys], lengths[4], scale)[:2]
+        lses.append(scores.logsumexp(-1))
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs).to(query.dtype), torch.cat(lses, 1)
+
+
+def flash_backward(
+    gradient: torch.Tensor,
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    output: torch.Tensor,
+    lse_hQ: torch.Tensor,
+    lengths: Sequence[object],
+    scale: float | None,
+) -> tuple[torch.Tensor, ...]:
+    """See `learner.attention.cascade_varlen.flash_backward`: softmax and its gradient by the given lse."""
+    grads = [torch.full_like(x, torch.nan) for x in heads]
+    for queries, keys in _pieces(len(heads[0]), len(heads[1]), lengths):
+        scores, v, q, k, factor = _scores(
+            heads[0][queries], heads[1][keys], heads[2][keys], lengths[4], scale
+        )
+        go, out = (x[queries].transpose(0, 1).to(scores.dtype) for x in (gradient, output))
+        weights = (scores - lse_hQ[:, queries, None]).exp()
+        slopes = weights * (go @ v.transpose(1, 2) - (go * out).sum(-1, keepdim=True)) * factor
+        found = (slopes @ k, slopes.transpose(1, 2) @ q, weights.transpose(1, 2) @ go)
+        for grad, where, part in zip(grads, (queries, keys, keys), found, strict=True):
+            per_head = part.unflatten(0, (grad.shape[1], -1)).sum(1)
+            grad[where] = per_head.transpose(0, 1).to(grad.dtype)
+    return tuple(grads)
+
+
+def _pieces(num_queries: int, num_keys: int, lengths: Sequence[Any]) -> list[tuple[slice, slice]]:
+    """Return the places of each piece, and check the kernel's contract."""
+    offsets_q, offsets_k, max_q, max_k, is_causal = lengths
+    assert offsets_q.dtype is offsets_k.dtype is torch.int32 and len(offsets_q) == len(offsets_k)
+    ends = [(0, num_queries), (0, num_keys)]
+    assert [(int(x[0]), int(x[-1])) for x in (offsets_q, offsets_k)] == ends
+    pieces = [[slice(*pair) for pair in itertools.pairwise(x.tolist())] for x in (offsets_q, offsets_k)]
+    sizes = [[one.stop - one.start for one in places] for places in pieces]
+    assert [max_q, max_k] == [max(one) for one in sizes]
+    assert not is_causal or sizes[0] == sizes[1], "kernels of GPUs align the mask at the last key"
+    return list(zip(*pieces, strict=True))
+
+
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: object, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """Return scores, values, queries and keys [h, ...], in float32 at least, and the scale."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    num_shared = query.shape[1] // key.shape[1]
+    q = query.transpose(0, 1).to(dtype)
+    k, v = (x.repeat_interleave(num_shared, 1).transpose(0, 1).to(dtype) for x in (key, value))
+    factor = scale if scale is not None else q.shape[-1] ** -0.5
+    scores = q @ k.transpose(1, 2) * factor
+    if is_causal:
+        sees = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~sees, -torch.inf)
+    return scores, v, q, k, factor
