@@ -70,6 +70,10 @@ class ModelBackend(Protocol):
         """Number of ranks that train one share together: each count of that share is multiplied by it."""
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether what rows of a group begin with is computed once; see `learner.batching.shared_prompts`."""
+
+    @property
     def num_updates(self) -> int:
         """Optimizer updates so far, those before a resume included."""
 

@@ -66,12 +66,14 @@ class Share:
         groups: Of this rank.
         whole: The same groups packed, as they came.
         batch: Of them those with a trainable token; what is over age is masked.
+        shares_prompts: Whether the policy computes once what rows of a group share.
     """
 
     shards: list[list[int]]
     groups: list[Group]
     whole: PackedBatch
     batch: PackedBatch
+    shares_prompts: bool = False
 
 
 def train_step(
@@ -119,7 +121,8 @@ def take_share(
         whole = build_batch(groups, order.step, dict(order.versions)) if groups else make_empty(order.step)
     batch = whole.mask_over_age(objective.max_lag)
     counts = zip(batch.tickets_G, batch.trainable_tokens_G(), strict=True)
-    return Share(shards, groups, whole, batch.select_groups([ticket for ticket, count in counts if count]))
+    kept = batch.select_groups([ticket for ticket, count in counts if count])
+    return Share(shards, groups, whole, kept, models.policy.shares_prompts)
 
 
 def ask_models(
@@ -153,7 +156,8 @@ def make_result(
         batch: The share's, as the objective prepared it.
         found: Metrics of the objective and of the updates.
     """
-    metrics = describe_batch(share.groups, share.whole, max_prompt_tokens)
+    shares = share.shares_prompts
+    metrics = describe_batch(share.groups, share.whole, max_prompt_tokens, shares_prompts=shares)
     metrics |= _measure_shards(order, share.shards)
     if objective.needs_greedy:
         metrics |= describe_baselines(share.whole)

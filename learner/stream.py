@@ -122,6 +122,7 @@ def _join_shares(shares: Sequence[Share]) -> Share:
         [group for share in shares for group in share.groups],
         join_batches([share.whole for share in shares]),
         join_batches([share.batch for share in shares]),
+        shares[0].shares_prompts,
     )
 
 

@@ -164,7 +164,7 @@ class SleepingEngine:
 class SleepingModel:
     """A `LearnerBackend` of one tensor that learns nothing, in a stated time per response token."""
 
-    dp_rank, dp_size, num_copies = 0, 1, 1
+    dp_rank, dp_size, num_copies, shares_prompts = 0, 1, 1, False
 
     def __init__(self, train_s_per_token: float) -> None:
         self._s_per_token = train_s_per_token

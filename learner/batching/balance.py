@@ -86,7 +86,12 @@ def estimate_workload(num_tokens: int) -> int:
 
 
 def plan_microbatches(
-    num_tokens: Sequence[int], max_tokens: int, *, min_parts: int = 1, multiple_of: int = 1
+    num_tokens: Sequence[int],
+    max_tokens: int,
+    *,
+    workloads: Sequence[float] | None = None,
+    min_parts: int = 1,
+    multiple_of: int = 1,
 ) -> list[list[int]]:
     """Return the rows of each microbatch: as few as the token budget allows, of about the same work.
 
@@ -97,6 +102,7 @@ def plan_microbatches(
     Args:
         num_tokens: Length of each row.
         max_tokens: Budget of a microbatch.
+        workloads: Of each row; None for those of `estimate_workload`.
         min_parts: Smallest number of parts; 0 allows an empty plan when there are no rows.
         multiple_of: The number of parts is a multiple of it.
 
@@ -114,7 +120,7 @@ def plan_microbatches(
             f"{max_tokens}",
             hint="Raise learner.max_tokens_per_microbatch",
         )
-    workloads = [estimate_workload(count) for count in num_tokens]
+    workloads = workloads or [estimate_workload(count) for count in num_tokens]
     parts = _find_fewest_parts(num_tokens, workloads, max_tokens)
     wanted = max(len(parts), min_parts)
     wanted += -wanted % multiple_of

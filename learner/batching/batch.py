@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,7 +173,12 @@ class PackedBatch:
         return dataclasses.replace(batch, totals=count_totals(batch))
 
     def balance_microbatches(
-        self, max_tokens: int, *, min_parts: int = 0, multiple_of: int = 1
+        self,
+        max_tokens: int,
+        *,
+        min_parts: int = 0,
+        multiple_of: int = 1,
+        plan_rows: Callable[[PackedBatch, int, int, int], list[list[int]]] | None = None,
     ) -> list[PackedBatch]:
         """Cut into microbatches of whole rows and of about the same work; `totals` stay those of this batch.
 
@@ -181,12 +186,17 @@ class PackedBatch:
         `learner.batching.balance.plan_microbatches`. Where rows run out, a filler follows: one position
         with mask 0.
         `restore_order` puts what was computed per position back into the order of this batch.
+        `plan_rows` plans otherwise than by rows: `learner.batching.shared_prompts.plan_shared`.
 
         Raises:
             DataError: A row is longer than `max_tokens`.
         """
         self._check_budget(max_tokens)
-        plan = plan_microbatches(self.row_lengths, max_tokens, min_parts=min_parts, multiple_of=multiple_of)
+        if plan_rows is not None:
+            plan = plan_rows(self, max_tokens, min_parts, multiple_of)
+        else:
+            lengths = self.row_lengths
+            plan = plan_microbatches(lengths, max_tokens, min_parts=min_parts, multiple_of=multiple_of)
         if len(plan) == 1 and self.num_rows:
             return [self]
         whole = dataclasses.replace(self, origin_N=torch.arange(self.num_tokens))

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from asyncrl.core.config.tree import LearnerSection
 from learner.algorithms.learning_rate import schedule_lr
 from learner.batching.batch import PackedBatch, Totals, restore_order
+from learner.batching.shared_prompts import SharedRows, plan_shared, share_prompts
 from learner.checkpoint.snapshot import Snapshot
 from learner.fsdp2 import sharding
 from learner.fsdp2.groups import RankGroup
@@ -35,6 +36,8 @@ from learner.guard.hooks import MakeRoom, StepGate
 from learner.numerics.precision import LossScale
 from learner.numerics.reduction import reduce_metrics
 
+Inputs = tuple[torch.Tensor, torch.Tensor, Rows]
+"""Tokens, labels, and their layout."""
 EngineLoss = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 """(*outputs of the module, microbatch) -> (loss, metrics)."""
 
@@ -61,11 +64,13 @@ class Engine:
         *,
         dtype: torch.dtype,
         lay_out: Callable[[Sequence[int]], Rows],
+        lay_out_shared: Callable[[SharedRows], Rows] | None = None,
         is_frozen: bool = False,
     ) -> None:
         self.parameters, self.progress = parameters, Progress(config.lr)
         self._module: Any = module  # an FSDPModule, whose class in PyTorch is no Module
         self._group, self._config, self._lay_out = group, config, lay_out
+        self._lay_out_shared = lay_out_shared
         self.max_tokens_per_microbatch = config.max_tokens_per_microbatch
         self.step_gate: StepGate | None = None
         self.make_room: MakeRoom | None = None
@@ -83,8 +88,8 @@ class Engine:
     def _infer(self, batch: PackedBatch, **options: bool) -> list[torch.Tensor]:
         microbatches: list[PackedBatch] = []
         parts_CN: list[torch.Tensor] = []
-        for microbatch in self._microbatches(batch):
-            outputs = self._forward(microbatch, **options)
+        for microbatch, inputs in self._microbatches(batch):
+            outputs = self._module(*inputs, **options)
             if microbatch is not None:
                 microbatches.append(microbatch)
                 parts_CN.append(torch.stack(tuple(outputs)))
@@ -152,8 +157,8 @@ class Engine:
     ) -> dict[str, float]:
         """Add the gradient of `scale` times the loss; return the metrics of the whole minibatch."""
         collected: list[Mapping[str, torch.Tensor]] = []
-        for microbatch in self._microbatches(minibatch):
-            outputs = self._forward(microbatch)
+        for microbatch, inputs in self._microbatches(minibatch):
+            outputs: Sequence[torch.Tensor] = self._module(*inputs)
             if microbatch is None:
                 loss = torch.stack([output.sum() * 0.0 for output in outputs]).sum()
             else:
@@ -191,27 +196,37 @@ class Engine:
         """
         self._module._get_fsdp_state()._root_post_backward_final_callback()
 
-    def _forward(self, microbatch: PackedBatch | None, **options: bool) -> Sequence[torch.Tensor]:
-        """Run one microbatch, or one token whose outputs nobody reads."""
-        device = self._group.device
-        if microbatch is None:
-            token = torch.zeros(1, dtype=torch.long, device=device)
-            cu_seqlens: tuple[int, ...] = (0, 1)
-            tokens_N, labels_N = token, token
-        else:
-            tokens_N, labels_N, cu_seqlens = microbatch.tokens_N, microbatch.labels_N, microbatch.cu_seqlens
-        outputs: Sequence[torch.Tensor] = self._module(
-            tokens_N, labels_N, self._lay_out(cu_seqlens), **options
-        )
-        return outputs
+    @property
+    def shares_prompts(self) -> bool:
+        """See `ModelBackend.shares_prompts`."""
+        return self._lay_out_shared is not None
 
-    def _microbatches(self, batch: PackedBatch) -> Iterator[PackedBatch | None]:
-        """Yield this rank's microbatches on the device, then None as often as other ranks have more."""
-        microbatches = batch.balance_microbatches(self.max_tokens_per_microbatch)
+    def _microbatches(self, batch: PackedBatch) -> Iterator[tuple[PackedBatch | None, Inputs]]:
+        """Yield this rank's microbatches on the device and the module's inputs for them.
+
+        Then None as often as other ranks have more, with one token whose outputs nobody reads.
+        """
+        device, plan_rows = self._group.device, plan_shared if self.shares_prompts else None
+        microbatches = batch.balance_microbatches(self.max_tokens_per_microbatch, plan_rows=plan_rows)
         count = self._group.all_reduce(torch.tensor([len(microbatches)]), dist.ReduceOp.MAX)
         for microbatch in microbatches:
-            yield microbatch.to(self._group.device)
-        yield from [None] * (int(count) - len(microbatches))
+            sent = microbatch.to(device)
+            yield (
+                sent,
+                self._share(microbatch) or (sent.tokens_N, sent.labels_N, self._lay_out(sent.cu_seqlens)),
+            )
+        token = torch.zeros(1, dtype=torch.long, device=device)
+        for _ in range(int(count) - len(microbatches)):
+            yield None, (token, token, self._lay_out((0, 1)))
+
+    def _share(self, microbatch: PackedBatch) -> Inputs | None:
+        """Return the inputs of the tree that stands for its rows, if they share prompts."""
+        shared = share_prompts(microbatch) if self._lay_out_shared is not None else None
+        if shared is None or self._lay_out_shared is None:
+            return None
+        rows = self._lay_out_shared(shared)
+        assert rows.shared is not None, "they are there with the layout"
+        return rows.shared.tokens_M, rows.shared.labels_E, rows
 
     def _step_optimizer(self, metrics: Mapping[str, float], scale: float) -> dict[str, float]:
         assert self._optimizer is not None, "a frozen model is never updated"

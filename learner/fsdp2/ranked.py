@@ -17,13 +17,15 @@ import torch
 from asyncrl.core.config.tree import LearnerSection
 from learner.attention import varlen
 from learner.backend import Placement
+from learner.batching.shared_prompts import SharedRows
+from learner.batching.sharing import can_share
 from learner.checkpoint.pretrained import write_folder
 from learner.checkpoint.snapshot import Snapshot
 from learner.fsdp2.engine import Engine
 from learner.fsdp2.groups import RankGroup, join_group
 from learner.fsdp2.model.language_model import Ways
 from learner.fsdp2.model.modules import PolicyModule, ValueModule
-from learner.fsdp2.model.rows import Rows, lay_out_padded, lay_out_rows
+from learner.fsdp2.model.rows import Rows, lay_out_padded, lay_out_rows, lay_out_shared
 from learner.fsdp2.model.stored_weights import StoredWeights
 from learner.fsdp2.sharding import (
     ShardedParameter,
@@ -78,6 +80,9 @@ class RankedModel:
                 config,
                 dtype=self._dtype,
                 lay_out=_make_lay_out(root.ways, self._group.device, self._dtype),
+                lay_out_shared=_make_lay_out_shared(
+                    config, source, root.ways, self._group.device, self._dtype
+                ),
                 is_frozen=is_frozen,
             )
         except BaseException:  # a process without a learner must not stay in the group
@@ -95,6 +100,10 @@ class RankedModel:
     @property
     def num_copies(self) -> int:
         return 1
+
+    @property
+    def shares_prompts(self) -> bool:
+        return self._engine.shares_prompts
 
     @property
     def num_updates(self) -> int:
@@ -175,6 +184,16 @@ def _make_lay_out(ways: Ways, device: torch.device, dtype: torch.dtype) -> Calla
         return functools.partial(lay_out_padded, device=device)
     is_varlen = varlen.can_run(device, dtype, ways.head_sizes)
     return functools.partial(lay_out_rows, device=device, is_varlen=is_varlen)
+
+
+def _make_lay_out_shared(
+    config: LearnerSection, source: Path, ways: Ways, device: torch.device, dtype: torch.dtype
+) -> Callable[[SharedRows], Rows] | None:
+    """Return the layout of rows that share prompts; None where they do not."""
+    is_varlen = varlen.can_run(device, dtype, ways.head_sizes)
+    if not can_share(config, source, device, is_varlen=is_varlen, problem=ways.no_tree):
+        return None
+    return functools.partial(lay_out_shared, device=device, is_varlen=is_varlen)
 
 
 def _make_sharding(config: LearnerSection, dtype: torch.dtype) -> Sharding:

@@ -39,7 +39,7 @@ from learner.megatron import convert, groups  # noqa: E402
 from learner.megatron.model import architecture, experts, heads, te_layers  # noqa: E402
 from learner.megatron.optimizer.updates import Updates, bind_weight_gradient  # noqa: E402
 from learner.megatron.rows import ExportedParts  # noqa: E402
-from learner.megatron.schedule import ColumnsLoss, Schedule  # noqa: E402
+from learner.megatron.schedule import ColumnsLoss, make_schedule  # noqa: E402
 from learner.megatron.state import TrainingState  # noqa: E402
 
 bind_weight_gradient()
@@ -99,7 +99,8 @@ class Engine:
                 wrapped = [chunk.requires_grad_(False) for chunk in self._chunks]
             else:
                 wrapped = self._prepare_updates()
-            self._schedule = Schedule(wrapped, self._transformer, self._groups)
+            self._schedule = make_schedule(wrapped, self._transformer, self._groups, config, model_path)
+            self.shares_prompts = self._schedule.shares_prompts
         except BaseException:  # a process without a learner must not stay in the groups
             self._groups.stop()
             raise

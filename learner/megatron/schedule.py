@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +22,14 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
+from asyncrl.core.config.tree import LearnerSection
 from learner.attention import varlen
 from learner.batching.batch import PackedBatch
+from learner.batching.shared_prompts import plan_shared, share_prompts
+from learner.batching.sharing import can_share
 from learner.megatron.groups import RankGroups
 from learner.megatron.model.movement import GatherOutputs
-from learner.megatron.model.packing import PackedRows, describe_rows
+from learner.megatron.model.packing import PackedRows, describe_rows, describe_tree
 
 ColumnsLoss = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 """(output_CN, microbatch) -> (loss, metrics)."""
@@ -48,15 +52,20 @@ class Schedule:
     """Runs the chunks of this rank: one per virtual stage, wrapped for training or plain."""
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, groups: RankGroups
+        self,
+        chunks: Sequence[torch.nn.Module],
+        config: TransformerConfig,
+        groups: RankGroups,
+        *,
+        is_varlen: bool = False,
+        shares_prompts: bool = False,
     ) -> None:
         is_interleaved = len(chunks) > 1
         assert not is_interleaved or (config.overlap_p2p_comm and not config.batch_p2p_comm), (
             "interleaved stages without overlap_p2p_comm give wrong gradients without any sign of it"
         )
         self._chunks, self._config, self._groups = list(chunks), config, groups
-        assert config.kv_channels is not None, "Megatron fills it in"
-        self._is_varlen = varlen.can_run(groups.device, config.params_dtype, [config.kv_channels])
+        self._is_varlen, self.shares_prompts = is_varlen, shares_prompts
         self._num_multiple = groups.pp.size() if is_interleaved else 1
         self.is_reducing, self._reduces = False, True
         config.finalize_model_grads_func = self._finalize_gradients
@@ -67,10 +76,11 @@ class Schedule:
         One that is empty stands for an empty share: there is a pass to take part in.
         """
         pp, multiple = self._groups.pp.size(), self._num_multiple
-        parts = batch.balance_microbatches(max_tokens)
+        plan_rows = plan_shared if self.shares_prompts else None
+        parts = batch.balance_microbatches(max_tokens, plan_rows=plan_rows)
         wanted = min(max(pp, -(-len(parts) // multiple) * multiple), batch.num_rows)
         if len(parts) < wanted:
-            parts = batch.balance_microbatches(max_tokens, min_parts=wanted)
+            parts = batch.balance_microbatches(max_tokens, min_parts=wanted, plan_rows=plan_rows)
         return parts or [batch]
 
     def train(
@@ -135,12 +145,19 @@ class Schedule:
 
     def _prepare(self, microbatch: PackedBatch) -> _Inputs:
         groups, config = self._groups, self._config
+        multiple_of = groups.tp.size() if config.sequence_parallel else 1
+        shared = share_prompts(microbatch, multiple_of) if self.shares_prompts else None
+        if shared is not None:
+            rows = describe_tree(shared, groups.device, is_varlen=self._is_varlen)
+            assert rows.shared is not None
+            # A mixture of experts never shares: its routers need to be told of no padding here.
+            return _Inputs(microbatch.to(groups.device), rows.shared.tokens_M[None], rows, None)
         rows = describe_rows(
             microbatch.cu_seqlens,
             groups.device,
             cp_rank=groups.cp.rank(),
             cp_size=groups.cp.size(),
-            multiple_of=groups.tp.size() if config.sequence_parallel else 1,
+            multiple_of=multiple_of,
             is_varlen=self._is_varlen,
         )
         microbatch = microbatch.to(groups.device)
@@ -152,6 +169,8 @@ class Schedule:
 
     def _gather(self, output_CN: torch.Tensor, rows: PackedRows) -> torch.Tensor:
         """Return the output of whole rows, without padding."""
+        if rows.shared is not None:
+            return rows.shared.spread(output_CN)
         assert rows.share is not None
         if self._groups.cp.size() == 1:
             return output_CN[:, : rows.share.num_tokens]
@@ -182,6 +201,20 @@ class Schedule:
     ) -> torch.Tensor:
         assert non_loss_data
         return self._gather(output_CN, inputs.rows)
+
+
+def make_schedule(
+    chunks: Sequence[torch.nn.Module],
+    config: TransformerConfig,
+    groups: RankGroups,
+    section: LearnerSection,
+    model: Path,
+) -> Schedule:
+    """Return the schedule, with the kernel of attention that runs here, and shared prompts if they can be."""
+    assert config.kv_channels is not None, "Megatron fills it in"
+    is_varlen = varlen.can_run(groups.device, config.params_dtype, [config.kv_channels])
+    shares_prompts = can_share(section, model, groups.device, is_varlen=is_varlen)
+    return Schedule(chunks, config, groups, is_varlen=is_varlen, shares_prompts=shares_prompts)
 
 
 def _step_forward(

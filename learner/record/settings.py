@@ -31,6 +31,8 @@ KEYS = (
     ("data", "max_prompt_tokens"),
 )
 """Kept of other sections: what a backend, the objective or a step's metrics read of them."""
+BEFORE: Settings = {"learner": {"shared_prompt": "off"}}
+"""Values of keys that older records lack: their steps were trained that way."""
 
 
 def settings_of(config: Config) -> Settings:
@@ -79,7 +81,8 @@ def configure(folder: Path, settings: Settings | None, overrides: Sequence[str] 
     given = asked.model_dump(mode="json")
     values = asked.model_dump(mode="json")
     for section, recorded in settings.items():
-        values[section] = {**recorded} if section in SECTIONS else {**values[section], **recorded}
+        before = BEFORE.get(section, {}) if section in SECTIONS else values[section]
+        values[section] = {**before, **recorded}
     for text in overrides:
         _copy(given, values, text.partition("=")[0].strip().split("."))
     try:

@@ -29,17 +29,21 @@ from learner.algorithms.diagnostics.summary import (
 )
 from learner.algorithms.rows import Rows, first_rows
 from learner.batching.batch import PackedBatch
+from learner.batching.shared_prompts import measure_work
 
 Metrics = dict[str, float]
 
 
-def describe_batch(groups: Sequence[Group], batch: PackedBatch, max_prompt_tokens: int) -> Metrics:
+def describe_batch(
+    groups: Sequence[Group], batch: PackedBatch, max_prompt_tokens: int, *, shares_prompts: bool = False
+) -> Metrics:
     """Return lengths, turns and version spans of a share.
 
     Args:
         groups: Of this share.
         batch: The same groups packed, before any token was masked.
         max_prompt_tokens: The limit on prompts: those that reach it count in `prompt_length/clip_ratio`.
+        shares_prompts: Whether the model computes once what rows of a group share.
 
     `response_length/clip_ratio` is the share cut at the token limit, as the sampler says; verl takes the
     responses as long as its padded width for it.
@@ -49,13 +53,15 @@ def describe_batch(groups: Sequence[Group], batch: PackedBatch, max_prompt_token
     prompt_R = torch.tensor([len(group.prompt_ids) for group in groups for _ in group.trajectories])
     answer_R = torch.tensor([trajectory.num_tokens for trajectory in trajectories])
     is_cut_R = torch.tensor([trajectory.finish_reason == "length" for trajectory in trajectories])
+    work = measure_work(batch, is_shared=shares_prompts)
     turns_R = torch.tensor([_count_turns(trajectory) for trajectory in trajectories])
     metrics = {
         **length_metrics(prompt_R, answer_R, prompt_R == max_prompt_tokens, is_cut_R),
         **spread("num_turns", turns_R),
         **_describe_staleness(answered, batch),
         "perf/total_num_tokens": float(batch.num_tokens),
-        "perf/attention_pairs": _count_pairs(batch),
+        "perf/computed_tokens": float(work.num_tokens),
+        "perf/attention_pairs": work.num_pairs,
         "weight/rows": float(len(trajectories)),
         "weight/answered rows": float(len(answered)),
     }
@@ -170,12 +176,6 @@ def _count_turns(trajectory: Trajectory) -> int:
     """The prompt, and each run of sampled or of observed tokens; verl counts chat messages."""
     mask_T = trajectory.loss_mask
     return 1 + int(len(mask_T) > 0) + int(np.count_nonzero(mask_T[1:] != mask_T[:-1]))
-
-
-def _count_pairs(batch: PackedBatch) -> float:
-    """Pairs of a query and a key that causal attention computes, over all rows."""
-    lengths = np.diff(np.asarray(batch.cu_seqlens, dtype=np.float64))
-    return float((lengths * (lengths + 1) / 2).sum())
 
 
 def _without_nothing(metrics: Metrics) -> Metrics:

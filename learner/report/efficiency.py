@@ -59,7 +59,7 @@ class Efficiency:
         """Return `timing_per_token_ms/*` and `perf/mfu/*`.
 
         Args:
-            metrics: The step's, reduced; `perf/attention_pairs` is read.
+            metrics: The step's, reduced; `perf/computed_tokens` and `perf/attention_pairs` are read.
             stages: `timing_s/<stage>` of the step.
             num_tokens: Prompt and response tokens of the whole step.
         """
@@ -68,7 +68,7 @@ class Efficiency:
         num_pairs = metrics.get("perf/attention_pairs")
         if self.size is None or num_pairs is None:
             return found
-        forward = self.size.forward_flops(num_tokens, num_pairs)
+        forward = self.size.forward_flops(metrics.get("perf/computed_tokens", num_tokens), num_pairs)
         work = {"actor": ("update_actor", 3 * forward), "critic": ("update_critic", 3 * forward)}
         if self.has_inference:
             work["actor_infer"] = ("old_log_prob", forward)

@@ -84,6 +84,9 @@ _PERFORMANCE = [
         ("perf/peak_tflops", "TFLOP/s", "Peak of one rank's device, the divisor of MFU"),
     ),
     Metric("perf/total_num_tokens", "tokens", "Prompt (once per trajectory) and response tokens", "sum"),
+    Metric(
+        "perf/computed_tokens", "tokens", "Tokens that a forward pass computes: shared prompts once", "sum"
+    ),
     Metric("perf/attention_pairs", "pairs", "(Query, key) pairs that causal attention computes", "sum"),
     Metric("perf/max_memory_allocated_gb", "GiB", "Peak GPU memory of tensors since the start", "max"),
     Metric(

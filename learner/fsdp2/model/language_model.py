@@ -10,6 +10,7 @@ Shapes: N packed positions, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from asyncrl.core.errors import ConfigError
+from learner.attention.cascade import CpuCascade
+from learner.attention.prefix_tree import build_tree
 from learner.attention.rectangles import RectanglePieces
 from learner.checkpoint.pretrained import PretrainedTensors
 from learner.fsdp2.model import attention
@@ -44,11 +47,13 @@ class Ways:
         is_packed: Packed tokens [1, N]; else padded rows [R, L].
         is_plain_head: The logits are hidden states times the output embedding, and nothing else.
         head_sizes: Sizes of the heads of attention, of queries and of values.
+        no_tree: Why rows that share a beginning cannot go as their prefix tree; empty if they can.
     """
 
     is_packed: bool
     is_plain_head: bool
     head_sizes: frozenset[int]
+    no_tree: str = ""
 
 
 def load_model(folder: Path, *, with_output: bool = True) -> tuple[PreTrainedModel, StoredWeights]:
@@ -96,13 +101,15 @@ def _choose_ways(model: PreTrainedModel) -> Ways:
     generator = torch.Generator().manual_seed(0)
     num_entries = model.get_input_embeddings().weight.shape[0]
     tokens_N = torch.randint(0, num_entries, (sum(PROBE_LENGTHS),), generator=generator)
-    parts = tokens_N.split(PROBE_LENGTHS)
+    *_, last = parts = tokens_N.split(PROBE_LENGTHS)
+    last[: PROBE_LENGTHS[0]] = parts[0]  # rows that share a beginning
     alone_NV = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in parts])
     alone_NH = torch.cat([_hidden(model, input_ids=part[None])[0] for part in parts])
     head = model.get_output_embeddings()
     plain_NV = alone_NH @ head.weight.T if head is not None else torch.zeros(())
     is_packed, is_plain_head = _try_packed(model, tokens_N, alone_NH), _is_close(plain_NV, alone_NV)
-    ways = Ways(is_packed, is_plain_head, _head_sizes(model))
+    no_tree = _find_problem(model, tokens_N, alone_NH) if is_packed else "the model cannot run packed rows"
+    ways = Ways(is_packed, is_plain_head, _head_sizes(model), no_tree)
     if not ways.is_packed:
         log.warning("%s cannot run packed rows: they are padded to the longest", type(model).__name__)
         found_NH = run_body(model, tokens_N, _probe_rows(ways.is_packed), is_packed=False)
@@ -168,9 +175,26 @@ def _try_packed(model: PreTrainedModel, tokens_N: torch.Tensor, wanted_NH: torch
     return False
 
 
+def _find_problem(model: PreTrainedModel, tokens_N: torch.Tensor, wanted_NH: torch.Tensor) -> str:
+    """Return why the rows of the probe cannot go as their tree."""
+    tree = build_tree(tokens_N, _probe_ends(), [0] * len(PROBE_LENGTHS), min_saved=1)
+    tokens_M = tokens_N.new_empty(tree.num_tokens)
+    tokens_M[tree.tree_from_N] = tokens_N
+    rows = Rows(tree.positions_M, CpuCascade.of(tree))
+    try:
+        found_MH = run_body(model, tokens_M, rows, is_packed=True)
+    except NotImplementedError as error:
+        return str(error)
+    is_right = tree.is_shared and _is_close(found_MH[tree.tree_from_N], wanted_NH)
+    return "" if is_right else "it gives other values for a prefix tree"
+
+
 def _probe_rows(is_packed: bool) -> Rows:
-    ends = torch.tensor((0, *PROBE_LENGTHS)).cumsum(0).tolist()
-    return (lay_out_rows if is_packed else lay_out_padded)(ends, torch.device("cpu"))
+    return (lay_out_rows if is_packed else lay_out_padded)(_probe_ends(), torch.device("cpu"))
+
+
+def _probe_ends() -> list[int]:
+    return [0, *itertools.accumulate(PROBE_LENGTHS)]
 
 
 def _head_sizes(model: PreTrainedModel) -> frozenset[int]:

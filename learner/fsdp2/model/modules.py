@@ -3,7 +3,8 @@
 Everything that reads the output embedding happens inside the root's `forward`, where its parameters
 are whole; outside they are shards.
 
-Shapes: N packed positions, H hidden size, V vocabulary.
+Shapes: N packed positions (going in: those of the tree, and its labels, where rows share prompts), H hidden
+size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ class PolicyModule(torch.nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Return ([N], [N]) in float32, with `has_squares` a third [N]."""
         if not self.ways.is_plain_head:
-            logits_NV = run_logits(self.model, tokens_N, rows, is_packed=self.ways.is_packed)
-            return dense_logprobs(logits_NV, labels_N, self.temperature, has_squares=has_squares)
-        hidden_NH = run_body(self.model, tokens_N, rows, is_packed=self.ways.is_packed)
+            logits_NV = _take(run_logits(self.model, tokens_N, rows, is_packed=self.ways.is_packed), rows)
+            columns = dense_logprobs(logits_NV, labels_N, self.temperature, has_squares=has_squares)
+            return _spread(columns, rows)
+        hidden_NH = _take(run_body(self.model, tokens_N, rows, is_packed=self.ways.is_packed), rows)
         weight_VH = self.model.get_output_embeddings().weight
-        return fused_logprobs(
+        columns = fused_logprobs(
             hidden_NH,
             weight_VH,
             labels_N,
@@ -45,6 +47,7 @@ class PolicyModule(torch.nn.Module):
             group=None,
             has_squares=has_squares,
         )
+        return _spread(columns, rows)
 
 
 class ValueModule(torch.nn.Module):
@@ -65,9 +68,19 @@ class ValueModule(torch.nn.Module):
 
     def forward(self, tokens_N: torch.Tensor, labels_N: torch.Tensor, rows: Rows) -> tuple[torch.Tensor]:
         """Return ([N],) in float32; the labels are not read."""
-        hidden_NH = run_body(self.model, tokens_N, rows, is_packed=self.ways.is_packed)
+        hidden_NH = _take(run_body(self.model, tokens_N, rows, is_packed=self.ways.is_packed), rows)
         # A copy: FSDP2 warns about outputs that are views.
-        return (self.score(hidden_NH)[:, 0].float().clone(),)
+        return (_spread((self.score(hidden_NH)[:, 0].float().clone(),), rows)[0],)
+
+
+def _take(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return what the head reads: of shared rows the hidden state of each label."""
+    return hidden if rows.shared is None else rows.shared.take(hidden)
+
+
+def _spread(columns: tuple[torch.Tensor, ...], rows: Rows) -> tuple[torch.Tensor, ...]:
+    """Return the head's outputs by packed position."""
+    return columns if rows.shared is None else tuple(map(rows.shared.spread, columns))
 
 
 def dense_logprobs(

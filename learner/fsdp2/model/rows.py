@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from learner.attention.layout import AttentionLayout, lay_out
+from learner.attention.layout import AttentionLayout, lay_out, lay_out_tree
 from learner.attention.pieces import Pieces, whole_rows
 from learner.attention.rectangles import RectanglePieces
+from learner.batching.shared_prompts import SharedRows
 from learner.numerics.transfer import send_fields
 
 
@@ -23,10 +24,12 @@ class Rows:
     Attributes:
         positions_N: Position of each token within its row.
         attention: How the rows lie for the kernel of attention.
+        shared: The tree that stands for the rows, where these share prompts: positions are then its own.
     """
 
     positions_N: torch.Tensor
     attention: AttentionLayout
+    shared: SharedRows | None = None
 
 
 def lay_out_rows(cu_seqlens: Sequence[int], device: torch.device, *, is_varlen: bool = False) -> Rows:
@@ -45,6 +48,12 @@ def lay_out_padded(cu_seqlens: Sequence[int], device: torch.device) -> Rows:
     """Return rows that are all padded to the longest: one rectangle."""
     pieces = whole_rows(cu_seqlens)
     return send_fields(Rows(_positions(pieces), RectanglePieces.of(pieces, lambda _: 0).to(device)), device)
+
+
+def lay_out_shared(shared: SharedRows, device: torch.device, *, is_varlen: bool = False) -> Rows:
+    """Return the layout of a tree, which goes to `device` with it."""
+    attention = lay_out_tree(shared.tree, device, is_varlen=is_varlen)
+    return send_fields(Rows(shared.tree.positions_M, attention, send_fields(shared, device)), device)
 
 
 def _positions(pieces: Pieces) -> torch.Tensor:

@@ -41,7 +41,7 @@ class LogprobHead(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, tied_weight: torch.Tensor | None, rows: PackedRows
     ) -> torch.Tensor:
-        """Take hidden states [N or this rank's share, 1, H]; return [C, N]."""
+        """Take hidden states [N or this rank's share, 1, H]; return [C, N], or [C, E] of shared rows."""
         group = parallel_state.get_tensor_model_parallel_group()
         if self._is_scattered:  # backward is a reduce-scatter: it sums over the group
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
@@ -51,7 +51,7 @@ class LogprobHead(torch.nn.Module):
         assert weight_VH is not None
         assert rows.labels_N is not None
         columns = fused_logprobs(
-            hidden.squeeze(1),
+            hidden.squeeze(1) if rows.shared is None else rows.shared.take(hidden.squeeze(1)),
             weight_VH,
             rows.labels_N,
             vocab_size=self._vocab_size,
@@ -102,11 +102,14 @@ class PolicyModel(GPTModel):
 class ValueModel(GPTModel):
     """Gives hidden states on all stages but the last, and there values [1, N]."""
 
-    def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
+    def _postprocess(
+        self, hidden_states: torch.Tensor, *, packed_seq_params: PackedRows, **_: object
+    ) -> torch.Tensor:
         if not self.post_process:
             return hidden_states
         values: torch.Tensor = self.value_head(hidden_states)
-        return values
+        shared = packed_seq_params.shared
+        return values if shared is None else shared.take(values.T).T
 
 
 def make_policy(

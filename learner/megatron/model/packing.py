@@ -15,8 +15,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn import functional
 
-from learner.attention.layout import AttentionLayout, lay_out
+from learner.attention.layout import AttentionLayout, lay_out, lay_out_tree
 from learner.attention.pieces import Pieces, cut_rows
+from learner.batching.shared_prompts import SharedRows
 from learner.numerics.transfer import send_fields
 
 FORMAT = "packed_rows"
@@ -53,6 +54,8 @@ class PackedRows(PackedSeqParams):
         labels_N: The label of each position, for the head of a policy.
         cos_N1C: Cosine of each position's rotary angles (C: half the head size), made once per pass.
         sin_N1C: Their sine.
+        shared: The tree that stands for the rows, where these share prompts: positions are its own, labels
+            those of its pairs.
         has_squares: Whether that head gives the sum of squared probabilities too.
     """
 
@@ -63,6 +66,7 @@ class PackedRows(PackedSeqParams):
     has_squares: bool = False
     cos_N1C: torch.Tensor | None = None
     sin_N1C: torch.Tensor | None = None
+    shared: SharedRows | None = None
 
 
 def describe_rows(
@@ -106,6 +110,19 @@ def describe_rows(
         ),
         device,
     )
+
+
+def describe_tree(shared: SharedRows, device: torch.device, *, is_varlen: bool) -> PackedRows:
+    """Return the layout of the tree that stands for rows, without context parallelism."""
+    sent = send_fields(shared, device)
+    rows = PackedRows(
+        qkv_format=FORMAT,
+        positions_N=shared.tree.positions_M,
+        attention=lay_out_tree(shared.tree, device, is_varlen=is_varlen),
+        labels_N=sent.labels_E,
+        shared=sent,
+    )
+    return send_fields(rows, device)
 
 
 def _cut(

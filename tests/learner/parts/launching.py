@@ -94,18 +94,20 @@ def run_ranks(
     return out
 
 
-def run_alone(model: Path, out: Path, kind: str = "plain") -> dict[str, Any]:
+def run_alone(model: Path, out: Path, kind: str = "plain", **job: Any) -> dict[str, Any]:
     """Do in this process, as a single rank, what ranks do together; return its result."""
-    return RUNS[kind](Placement(), {"name": "alone", "model": model, "changes": {}}, out)
+    return RUNS[kind](Placement(), {"name": "alone", "model": model, "changes": {}} | job, out)
 
 
-def assert_trained_alike(out: Path, name: str, world_size: int, alone: dict[str, Any], folder: Path) -> None:
-    """Every rank reports the metrics and log-probs of one process, and exports its weights."""
+def assert_trained_alike(
+    out: Path, name: str, world_size: int, alone: dict[str, Any], folder: Path, tolerance: float = 1e-5
+) -> None:
+    """Every rank reports metrics (to `tolerance`) and log-probs of one process, and exports its weights."""
     results = [json.loads((out / f"{name}.{rank}.json").read_text()) for rank in range(world_size)]
     for found in results:
         assert len(found["metrics"]) == len(alone["metrics"]) == 6
         for ours, reference in zip(found["metrics"], alone["metrics"], strict=True):
-            assert ours == pytest.approx(reference, abs=1e-5)
+            assert ours == pytest.approx(reference, abs=tolerance)
         for column in ("logprobs", "entropy", "squares", "values"):
             if column in alone:
                 torch.testing.assert_close(

@@ -21,7 +21,8 @@ import torch
 
 from learner.backend import Placement
 from learner.batching.batch import build_batch
-from learner.megatron.backend import MegatronValueBackend
+from learner.fsdp2.backend import Fsdp2Backend
+from learner.megatron.backend import MegatronBackend, MegatronValueBackend
 from learner.megatron.optimizer import updates
 from tests.learner.backends.experts.expert_ranks import run_experts
 from tests.learner.backends.fsdp2.fsdp2_ways import run_fsdp2
@@ -39,12 +40,16 @@ updates.OVERLAP_BUCKET_ELEMENTS = 20_000  # several buckets, so that overlap has
 
 def run_plain(placement: Placement, job: dict[str, Any], out: Path) -> dict[str, Any]:
     """Train three steps; say what the log-probs were, and what this rank exports."""
-    backend = open_backend(Path(job["model"]), placement, **job["changes"])
-    metrics = train(backend, range(3))
+    make = Fsdp2Backend if job["changes"].get("backend") == "fsdp2" else MegatronBackend
+    backend, options = (
+        open_backend(Path(job["model"]), placement, make, **job["changes"]),
+        job.get("groups", {}),
+    )
+    metrics = train(backend, range(3), **options)
     # Right after an update, as a publish does: overlapped weights are not fetched yet.
     exported = [[name, float(tensor.double().sum())] for name, tensor in backend.named_tensors()]
     backend.save_hf(out / job["name"])
-    batch = build_batch(make_groups(seed=9), 0, {1: 0})
+    batch = build_batch(make_groups(seed=9, **options), 0, {1: 0})
     logprobs_N, entropy_N, squares_N = backend.logprobs_and_squares(batch)
     result = {
         "metrics": metrics,
@@ -53,6 +58,7 @@ def run_plain(placement: Placement, job: dict[str, Any], out: Path) -> dict[str,
         "squares": squares_N.tolist(),
         "exported": exported,
         "num_copies": backend.num_copies,
+        "shares_prompts": backend.shares_prompts,
     }
     backend.close()
     return result

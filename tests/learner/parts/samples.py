@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -101,15 +102,38 @@ def make_groups(
     max_tokens: int = 24,
     versions: tuple[int, ...] = (1,),
     baseline_reward: float | None = None,
+    prompt_tokens: tuple[int, int] = (2, 7),
 ) -> list[Group]:
-    """Make groups with tickets 10, 11, ... and answers of 1..max_tokens tokens."""
+    """Make groups with tickets 10, 11, ... and answers of 1..max_tokens tokens.
+
+    Args:
+        prompt_tokens: The fewest of a prompt, and one more than the most.
+    """
     generator = np.random.default_rng(seed)
     groups = []
     for index in range(num_groups):
-        prompt_ids = generator.integers(0, vocab_size, int(generator.integers(2, 7))).astype(np.int32)
+        prompt_ids = generator.integers(0, vocab_size, int(generator.integers(*prompt_tokens))).astype(
+            np.int32
+        )
         trajectories = tuple(
             make_trajectory(generator, int(generator.integers(1, max_tokens + 1)), vocab_size, versions)
             for _ in range(group_size)
         )
         groups.append(Group(10 + index, 0, prompt_ids, trajectories, baseline_reward))
     return groups
+
+
+def make_forked_group(ticket: int, seed: int = 0, vocab_size: int = 131) -> Group:
+    """Make a group of two episodes: one of three turns whose second is tried twice, and one of a single turn.
+
+    The three rows of the first share the first turn, two of them a second; rewards are all different.
+    """
+    generator = np.random.default_rng(seed)
+    prompt_ids, *turns = (generator.integers(0, vocab_size, 80).astype(np.int32) for _ in range(5))
+    ends = [turns[:1], turns[:3], [turns[0], turns[1], turns[3]], [turns[2]]]
+    rows = [np.concatenate(parts) for parts in ends]
+    trajectories = tuple(
+        replace(make_trajectory(generator, len(row), vocab_size), response_ids=row, reward=float(number + 1))
+        for number, row in enumerate(rows)
+    )
+    return Group(ticket, 0, prompt_ids, trajectories, forked=(0, 0, 0, 1))

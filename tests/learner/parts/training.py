@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -82,10 +83,10 @@ def take_streamed_step(models: Models, objective: Objective, groups: Sequence[Gr
 
 
 def prepare_step(
-    backend: LearnerBackend, objective: Objective, step: int, num_groups: int = 6
+    backend: LearnerBackend, objective: Objective, step: int, num_groups: int = 6, **options: Any
 ) -> list[PackedBatch]:
-    """Return this rank's share of each minibatch of step `step`."""
-    groups = make_groups(num_groups, seed=step)
+    """Return this rank's share of each minibatch of step `step`; `options` are those of `make_groups`."""
+    groups = make_groups(num_groups, seed=step, **options)
     num_tokens_of = {group.ticket: group.num_tokens for group in groups}
     plan = plan_minibatches(list(num_tokens_of), NUM_MINIBATCHES)
     mine = assign_shards(num_tokens_of, plan, backend.dp_size)[backend.dp_rank]
@@ -96,14 +97,18 @@ def prepare_step(
 
 
 def train(
-    backend: LearnerBackend, steps: range, objective: Objective | None = None, num_groups: int = 6
+    backend: LearnerBackend,
+    steps: range,
+    objective: Objective | None = None,
+    num_groups: int = 6,
+    **options: Any,
 ) -> list[dict[str, float]]:
-    """Train `steps` and return the metrics of every update."""
+    """Train `steps` and return the metrics of every update; `options` are those of `make_groups`."""
     objective = objective or open_objective()
     return [
         backend.update(minibatch, objective.loss)
         for step in steps
-        for minibatch in prepare_step(backend, objective, step, num_groups)
+        for minibatch in prepare_step(backend, objective, step, num_groups, **options)
     ]
 
 

@@ -90,11 +90,12 @@ def test_a_folder_without_a_known_shape_has_times_but_no_utilisation(tmp_path):
     assert found == {"timing_per_token_ms/update_actor": 100.0}
 
 
-def test_utilisation_is_the_flops_of_the_step_over_what_the_devices_could_do():
+def test_utilisation_is_the_flops_of_what_was_computed_over_what_the_devices_could_do():
     efficiency = Efficiency(TINY, peak_flops=1e9, num_devices=2)
     stages = {"timing_s/update_actor": 0.5, "timing_s/old_log_prob": 0.25, "timing_s/wait": 3.0}
-    found = efficiency.describe({"perf/attention_pairs": 400.0}, stages, 100)
-    forward = TINY.forward_flops(100, 400)
+    work = {"perf/attention_pairs": 400.0, "perf/computed_tokens": 60.0}
+    found = efficiency.describe(work, stages, 100)
+    forward = TINY.forward_flops(60, 400)
     assert found == pytest.approx(
         {
             "timing_per_token_ms/update_actor": 5.0,

@@ -157,6 +157,7 @@ def test_lengths_and_rewards_are_those_of_the_trajectories():
     assert row["perf/total_num_tokens"] == sum(group.num_tokens for group in groups)
     rows = [len(group.prompt_ids) + one.num_tokens for group in groups for one in group.trajectories]
     assert row["perf/attention_pairs"] == sum(n * (n + 1) // 2 for n in rows)
+    assert row["perf/computed_tokens"] == row["perf/total_num_tokens"]
 
 
 def test_staleness_of_a_trajectory_runs_from_its_newest_to_its_oldest_token():

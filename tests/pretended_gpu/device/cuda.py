@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor
 
-from learner.attention import varlen
+from learner.attention import cascade_varlen, varlen
 from learner.numerics import device
 from tests.learner.attention import reference
 from tests.pretended_gpu.device.streams import STREAMS, Seen
@@ -137,6 +137,15 @@ def _attend(*args: Any, **options: Any) -> torch.Tensor:
         return reference.varlen_attn(*args, **options)
 
 
+def _counted(name: str) -> Any:
+    def call(*args: Any) -> Any:
+        VARLEN_CALLS[name] += 1
+        with within_kernel():
+            return getattr(reference, name)(*args)
+
+    return call
+
+
 def make_streams() -> dict[str, Any]:
     """Return the stand-ins for `torch.cuda`'s functions and classes about streams and copies, by name."""
     return {
@@ -197,3 +206,5 @@ def install() -> None:
     NCCL.append(True)
     distributed_c10d._get_object_coll_device = lambda _=None: GPU
     varlen.varlen_attn = _attend  # type: ignore[assignment]
+    for name in ("flash", "flash_backward"):
+        setattr(cascade_varlen, name, _counted(name))

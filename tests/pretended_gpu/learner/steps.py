@@ -27,6 +27,7 @@ from weight_sync.memory.writer import WriteTimes
 
 if TYPE_CHECKING:
     from learner.backend import Placement
+    from learner.batching.batch import PackedBatch
 
 ROOT = Path(__file__).parents[3]
 MAX_TOKENS = 64
@@ -35,6 +36,7 @@ GRAD_CLIP = 0.01
 TIMEOUT_S = 300.0
 WORDS: dict[str, dict[str, Any]] = {
     "te": {"kernels": "te"},
+    "packed": {"shared_prompt": "off"},
     "fsdp2": {"backend": "fsdp2"},
     "offload": {"offload": True},
     "raised": {},
@@ -85,7 +87,9 @@ def take_step(backend: Any, way: str) -> dict[str, Any]:
 
     objective = open_objective()
     found: dict[str, Any] = {"logprobs": backend.logprobs(build_batch(make_groups(), 0, {1: 0}))}
-    found["metrics"] = train(backend, range(1))
+    shared = build_batch(make_groups(max_tokens=8, prompt_tokens=(24, 30)), 0, {1: 0})
+    found["shared logprobs"] = backend.logprobs(shared)
+    found["metrics"] = [backend.update(shared, sum_logprobs), *train(backend, range(1))]
     if "raised" in way:
         before = [weakref.ref(tensor) for tensor in tensors_of_adamw(backend)]
         run_out_of_memory(backend)
@@ -108,6 +112,11 @@ def take_step(backend: Any, way: str) -> dict[str, Any]:
     found["waits of a step"] = dict(WAITS)
     found["parameters"] = len(list(root(backend).parameters()))
     return found
+
+
+def sum_logprobs(logprobs_N: torch.Tensor, _: torch.Tensor, part: PackedBatch) -> tuple[torch.Tensor, Any]:
+    total = (logprobs_N * part.loss_mask_N).sum() / part.totals.num_tokens
+    return total, {"actor/pg_loss": total.detach()}
 
 
 def run_out_of_memory(backend: Any) -> None:
@@ -243,7 +252,8 @@ def main() -> None:
             record.clear()
         with PretendedGpu():
             found = run(Path(model), one, Path(output) / one, 1, placement)
-        found["varlen calls"] = cuda.VARLEN_CALLS.total()
+        found["varlen calls"] = cuda.VARLEN_CALLS.pop("forward", 0)
+        found["varlen calls of trees"] = dict(cuda.VARLEN_CALLS)
         found["te"] = {"made": stand_in.MADE, "calls": stand_in.CALLS}
         torch.save(found, Path(output) / f"{one}.{rank}.pt")
 

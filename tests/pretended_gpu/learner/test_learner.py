@@ -39,6 +39,17 @@ def test_attention_in_16_bit_is_the_kernel_s_for_variable_lengths(found: dict[st
     assert (found["varlen calls"] > 0) == (found["tolerance"] == TOLERANCE["bfloat16"])
 
 
+def test_a_prompt_is_computed_once_where_the_kernel_can_run_and_gives_what_the_cpu_gives(
+    found: dict[str, Any],
+) -> None:
+    ways = [(found, found["cpu"]), (found["fsdp2"], found["cpu"]["fsdp2"])]
+    for ours, wanted in ways:
+        kernels = {"flash", "flash_backward"} if found["tolerance"] == TOLERANCE["bfloat16"] else set()
+        assert ours["varlen calls of trees"].keys() == kernels
+        for one, other in zip(ours["shared logprobs"], wanted["shared logprobs"], strict=True):
+            torch.testing.assert_close(one, other, atol=found["tolerance"], rtol=0.0)
+
+
 def test_deterministic_algorithms_are_there_for_all_that_a_rank_computes(found: dict[str, Any]) -> None:
     """The process in bfloat16 was told to use no others, which raise."""
     assert found["is deterministic"] == (found["tolerance"] == TOLERANCE["bfloat16"])

@@ -132,6 +132,12 @@ class ModelSize:
         return 2 * self.num_weights * num_tokens + attention
 
 
+def is_mixture(table: Mapping[str, object]) -> bool:
+    """Tell whether a `config.json` is that of a mixture of experts."""
+    inner = table.get("text_config")
+    return any(one.get(key) for one in (table, inner) if isinstance(one, Mapping) for key in _EXPERT_KEYS)
+
+
 def find_unsupported(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield (problem, hint) for what of a Hugging Face `config.json` is not supported."""
     family = FAMILIES.get(str(table.get("model_type")))

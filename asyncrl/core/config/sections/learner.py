@@ -133,6 +133,8 @@ class LearnerSection(Section):
     """[updates] Optimizer updates of a step."""
     max_tokens_per_microbatch: Count = 16384
     """[tokens] Tokens that a rank computes at once; affects memory and speed, never the result."""
+    shared_prompt: Literal["auto", "off"] = "auto"
+    """Whether tokens that rows of a group begin with are computed once; auto: where that is exact."""
     stream: bool = False
     """Whether a step computes on groups as they finish instead of the whole batch."""
     lr: Annotated[float, Field(gt=0, le=1)] = 1e-6

@@ -424,6 +424,10 @@ SHOWN_BY: Mapping[str, tuple[str, str]] = {
         "tests/learner/backends/test_parallel.py",
         "test_two_ranks_train_as_one_process_does",
     ),
+    "learner.shared_prompt": (
+        "tests/learner/backends/sharing/test_shared_prompt.py",
+        "test_outputs_and_gradients_are_those_of_packed_rows",
+    ),
     "learner.stream": (
         "tests/learner/streaming/test_streamed_run.py",
         "test_a_streamed_run_ends_with_the_weights_of_one_that_waits",
