@@ -33,7 +33,7 @@ from torch.nn import functional
 from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.experience import Group
 from benchmarks.harness.options import Verdict, judge, make_parser, report
-from benchmarks.learner import verl_loss
+from benchmarks.learner import shared_prompt, verl_loss
 from benchmarks.learner.inputs import make_trajectory, save_qwen3
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, build_batch
@@ -81,7 +81,10 @@ def main(arguments: Sequence[str]) -> int:
     """Measure as the command line says and return the exit code."""
     parser = make_parser("asyncrl bench learner", __doc__, quick="the small model only: under a minute")
     parser.add_argument("--verl", type=Path, metavar="DIR", help="the folder that holds the package verl")
+    parser.add_argument("--only", choices=["shared_prompt"], help="prompts once per group against per row")
     given = parser.parse_args(arguments)
+    if given.only:
+        return shared_prompt.run(given)
     results = measure(QUICK if given.quick else FULL, given.verl) | {"quick": given.quick}
     return report(given, results, table, check)
 

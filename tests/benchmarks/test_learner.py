@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
+from benchmarks.learner import shared_prompt, verl_loss
 from benchmarks.learner import training as learner
-from benchmarks.learner import verl_loss
 
 SHAPE = learner.Shape("tiny", 128, 1, 64, 1)
 SIZES = learner.Sizes((SHAPE,), num_rows=4, num_tokens=32)
@@ -92,3 +92,38 @@ def test_verl_itself_gives_the_same_loss_and_gradient_and_leaves_no_stand_ins():
     assert not {name for name in sys.modules if name.partition(".")[0] in ("verl", "tensordict")}
     results = verl_loss.measure(functions, 16, 64, 1)
     assert results["error"] < verl_loss.TARGET_ERROR
+
+
+SHARED = {"backend": "fsdp2", "num_prompt_tokens": 128, "ratio": 1.6, "gradient_error": 1e-6}
+
+
+def test_both_ways_of_a_prompt_find_the_same_gradient_from_fewer_tokens():
+    sizes = shared_prompt.Sizes(
+        {16: 1}, hidden_size=128, num_layers=1, vocab_size=64, group_size=5, num_answer_tokens=20
+    )
+    found = shared_prompt.measure(sizes)["steps"]
+    assert [step["backend"] for step in found] == ["megatron", "fsdp2"]
+    for step in found:
+        assert step["num_tokens"] == {"shared": 116, "packed": 180}
+        assert 0 < step["gradient_error"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "1.00"),
+        ({"ratio": 0.8}, "0.50 (fsdp2 prompt of 128, target 1.6)"),
+        ({"num_prompt_tokens": 16, "ratio": 0.49}, "0.50 (fsdp2 prompt of 16, target 0.98)"),
+        ({"gradient_error": 2e-5}, "0.50 (fsdp2 gradients, target 1e-05)"),
+    ],
+)
+def test_a_slower_or_another_step_of_shared_prompts_is_a_miss(changed, said):
+    is_met, verdict = shared_prompt.check({"steps": [SHARED | changed]})
+    assert is_met == (not changed)
+    assert f"worst ratio to a target: {said}" in verdict
+
+
+def test_one_part_of_the_learner_s_benchmark_can_be_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(shared_prompt, "run", lambda given: asked.append(given.quick) or 7)
+    assert learner.main(["--only", "shared_prompt", "--quick"]) == 7 and asked == [True]
