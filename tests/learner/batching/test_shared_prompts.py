@@ -53,8 +53,12 @@ def test_each_answer_s_first_token_has_a_gradient_into_the_last_of_the_prompt() 
     assert hidden_M.grad.tolist() == [4.0] * 100 + [1.0] * 100, "a sum over the rows that share"
 
 
-def test_rows_of_other_groups_and_short_beginnings_are_left_as_they_are() -> None:
-    assert share_prompts(make_batch(num_prompt=10)) is None
+@pytest.mark.parametrize(("num_prompt", "is_shared"), [(21, False), (22, True)])
+def test_a_prompt_is_shared_where_that_saves_64_tokens(num_prompt: int, is_shared: bool) -> None:
+    assert (share_prompts(make_batch(num_prompt=num_prompt)) is not None) == is_shared
+
+
+def test_rows_of_other_groups_are_left_as_they_are() -> None:
     assert share_prompts(make_batch(num_groups=4, size=1)) is None
     assert share_prompts(make_batch()._make_filler()) is None
 

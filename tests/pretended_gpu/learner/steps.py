@@ -36,7 +36,7 @@ GRAD_CLIP = 0.01
 TIMEOUT_S = 300.0
 WORDS: dict[str, dict[str, Any]] = {
     "te": {"kernels": "te"},
-    "packed": {"shared_prompt": "off"},
+    "tree": {},
     "fsdp2": {"backend": "fsdp2"},
     "offload": {"offload": True},
     "raised": {},
@@ -46,7 +46,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
 }
 """Changes of a learner's section. `raised`: memory runs out in the middle of the run; `once`:
-the run neither goes back nor resumes.
+the run neither goes back nor resumes; `tree`: rows of its first update share prompts.
 """
 
 
@@ -87,9 +87,12 @@ def take_step(backend: Any, way: str) -> dict[str, Any]:
 
     objective = open_objective()
     found: dict[str, Any] = {"logprobs": backend.logprobs(build_batch(make_groups(), 0, {1: 0}))}
-    shared = build_batch(make_groups(max_tokens=8, prompt_tokens=(24, 30)), 0, {1: 0})
-    found["shared logprobs"] = backend.logprobs(shared)
-    found["metrics"] = [backend.update(shared, sum_logprobs), *train(backend, range(1))]
+    found["metrics"] = []
+    if "tree" in way:
+        shared = build_batch(make_groups(max_tokens=8, prompt_tokens=(24, 30)), 0, {1: 0})
+        found["shared logprobs"] = backend.logprobs(shared)
+        found["metrics"].append(backend.update(shared, sum_logprobs))
+    found["metrics"] += train(backend, range(1))
     if "raised" in way:
         before = [weakref.ref(tensor) for tensor in tensors_of_adamw(backend)]
         run_out_of_memory(backend)

@@ -24,10 +24,10 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a process with a pretended GPU has computed, and under "cpu" what the CPU computes."""
     dtype, folder = request.param, tmp_path_factory.mktemp("gpu")
-    fsdp2 = f"{dtype}:fsdp2:once"
-    run_on_gpu(folder, model := save_model(folder / "model"), [dtype, fsdp2])
-    ours = {**result(folder, dtype), "fsdp2": result(folder, fsdp2)}
-    on_cpu = {**run(model, dtype, folder / "cpu", 0), "fsdp2": run(model, fsdp2, folder / "cpu", 0)}
+    megatron, fsdp2 = f"{dtype}:tree", f"{dtype}:fsdp2:once:tree"
+    run_on_gpu(folder, model := save_model(folder / "model"), [megatron, fsdp2])
+    ours = {**result(folder, megatron), "fsdp2": result(folder, fsdp2)}
+    on_cpu = {**run(model, megatron, folder / "cpu", 0), "fsdp2": run(model, fsdp2, folder / "cpu", 0)}
     return {**ours, "cpu": on_cpu, "tolerance": TOLERANCE[dtype]}
 
 
