@@ -12,7 +12,7 @@ import pytest
 
 from tests.system.parts.up_run import UpRun
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 MAX_CALLS, CONCURRENCY = 150, 16
 
 
