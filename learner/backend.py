@@ -9,6 +9,7 @@ Shapes: N packed positions of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -132,6 +133,9 @@ class LearnerBackend(ModelBackend, Protocol):
     def logprobs_and_squares(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `logprobs`, and third the sum over the vocabulary of squared probabilities [N]."""
 
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Leave the adapters of `model.lora` out within the block: the model is that of its files."""
+
     def update(self, minibatch: PackedBatch, loss_fn: LossFn) -> dict[str, float]:
         """Do one optimizer update on this rank's share of a minibatch; return metrics of the whole.
 
@@ -166,6 +170,16 @@ class ValueBackend(ModelBackend, Protocol):
         """Do one optimizer update, as `LearnerBackend.update` does; metrics are `critic/*`."""
 
 
+class Reference(Protocol):
+    """The policy that a KL term measures against."""
+
+    def logprobs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `LearnerBackend.logprobs`."""
+
+    def close(self) -> None:
+        """Leave the process groups."""
+
+
 @dataclass(frozen=True)
 class Models:
     """The models of one learner rank, in the same process groups: the policy opens first and closes last.
@@ -173,12 +187,13 @@ class Models:
     Attributes:
         policy: The model that is trained and published.
         critic: Gives values, where the advantage needs them.
-        reference: The policy as it was at the start of the run, frozen, where the objective has a KL term.
+        reference: The policy as it was at the start of the run, frozen, where the objective has a KL term;
+            with adapters the policy without them.
     """
 
     policy: LearnerBackend
     critic: ValueBackend | None = None
-    reference: LearnerBackend | None = None
+    reference: Reference | None = None
 
     def close(self) -> None:
         """Leave the process groups."""

@@ -19,6 +19,7 @@ from learner.batch_fetcher import BatchFetcher, SharedFetcher
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.node_folders import NodeFolders
 from learner.leader.leader import Leader
+from learner.lora.factors import BaseReference
 from learner.numerics.device import claim_device
 from learner.ranks import Ranks
 from learner.record.batch_store import FOLDER, BatchStore
@@ -116,12 +117,12 @@ def open_recorder(config: Config, run_dir: Path, share: Ranks, policy: LearnerBa
 
 def open_models(config: Config, objective: Objective, placement: Placement) -> Models:
     """Return the policy, with the critic and the reference that its objective asks for."""
-    policy = open_policy(config, placement)
-    return Models(
-        policy,
-        critic=open_critic(config, placement) if objective.needs_values else None,
-        reference=open_policy(config, placement, is_frozen=True) if objective.needs_reference else None,
-    )
+    policy, reference = open_policy(config, placement), None
+    critic = open_critic(config, placement) if objective.needs_values else None
+    if objective.needs_reference:
+        has_adapters = config.model.lora.rank > 0
+        reference = BaseReference(policy) if has_adapters else open_policy(config, placement, is_frozen=True)
+    return Models(policy, critic, reference)
 
 
 def open_policy(config: Config, placement: Placement, *, is_frozen: bool = False) -> LearnerBackend:
@@ -132,9 +133,8 @@ def open_policy(config: Config, placement: Placement, *, is_frozen: bool = False
     path, learner = Path(config.model.path), config.learner
     dtype, seed, temperature = config.model.dtype, config.run.seed, config.rollout.temperature
     build: Callable[..., LearnerBackend] = function(backend_facts(learner.backend).policy)
-    return build(
-        path, learner, placement, dtype=dtype, seed=seed, temperature=temperature, is_frozen=is_frozen
-    )
+    options = {"seed": seed, "temperature": temperature, "is_frozen": is_frozen, "lora": config.model.lora}
+    return build(path, learner, placement, dtype=dtype, **options)
 
 
 def open_critic(config: Config, placement: Placement) -> ValueBackend:

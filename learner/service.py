@@ -165,6 +165,7 @@ class LearnerService:
             dtype=self._config.model.dtype,
             peak_tflops=self._config.metrics.peak_tflops,
             has_inference=self._objective.needs_prox,
+            has_adapters=self._config.model.lora.rank > 0,
         )
 
     def _orders(self, stop: Event) -> Iterator[Order]:

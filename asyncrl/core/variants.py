@@ -123,7 +123,7 @@ class EngineFacts:
         shares_prefixes: Whether equal prompts can share their KV cache.
         logprob_tolerance: Difference of log-probs from one batch to another; 0 where they are bit-equal.
         environment: List of its own environment `.venv-<list>`. core_bytes: Memory of its processes on a CPU.
-        quantizations: Value of `rollout.quantization` that it takes on `CPU`, and on `GPUs`.
+        quantizations: By `CPU` and `GPUs`. merges_adapters: Whether it takes versions of `model.lora`.
         one_gpu: Why a replica has one GPU at most; empty where the engine is cut over several.
     """
 
@@ -141,6 +141,7 @@ class EngineFacts:
     core_bytes: int = 930 * 10**6
     quantizations: Mapping[str, str] = field(default_factory=dict)
     one_gpu: str = ""
+    merges_adapters: bool = False
 
     def find_deterministic_mode(self) -> str:
         """Return the setting under which no answer depends on other requests here; empty without it."""

@@ -12,6 +12,7 @@ import bisect
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,6 +181,9 @@ class SleepingModel:
 
     def logprobs_and_squares(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return *self.logprobs(batch), torch.zeros_like(batch.behaviour_N)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def update(self, minibatch: PackedBatch, loss_fn: LossFn) -> dict[str, float]:
         return self.apply([minibatch], self.accumulate([minibatch], loss_fn, is_last=True), 1.0)

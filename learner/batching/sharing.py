@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.core.config.models.architectures import is_mixture
+from asyncrl.core.config.models.architectures import EXPERT_KEYS
 from asyncrl.core.config.tree import LearnerSection
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,8 @@ def can_share(
 
 
 def _is_mixture(model: Path) -> bool:
-    return is_mixture(json.loads((model / "config.json").read_text()))
+    table = json.loads((model / "config.json").read_text())
+    return any(one.get(key) for one in (table, table.get("text_config") or {}) for key in EXPERT_KEYS)
 
 
 @functools.cache

@@ -14,19 +14,23 @@ from pathlib import Path
 import torch
 
 from asyncrl.core.config.load import find_run_folder, load_resolved
+from asyncrl.core.config.tree import LoraSection
 from asyncrl.core.errors import ConfigError
-from learner.checkpoint.pretrained import write_folder
 from learner.checkpoint.reader import StateReader
 from learner.checkpoint.store import CheckpointStore
+from learner.lora.folder import save_adapter, save_merged
 from learner.numerics.precision import DTYPES
 
 NEWEST, BEST = "newest", "best"
 
 
-def export_run(run: str, runs_dir: str, step: str, to: Path | None = None) -> Path:
+def export_run(
+    run: str, runs_dir: str, step: str, to: Path | None = None, *, has_adapter: bool = False
+) -> Path:
     """Write the weights of a checkpoint, in the run's dtype, and return their folder.
 
     Args:
+        has_adapter: Write the adapters of `model.lora` alone, in float32 as PEFT does; else they are merged.
         run: Name below `runs_dir`, or a path.
         step: A step, `newest`, or `best`.
         to: Must not exist, or be empty; by default `export/step-<n>` in the run's folder.
@@ -48,23 +52,34 @@ def export_run(run: str, runs_dir: str, step: str, to: Path | None = None) -> Pa
         folder / "checkpoints", config.checkpoint.keep, max(1, config.checkpoint.keep_best)
     )
     number = find_step(store, step, folder)
+    lora = config.model.lora
+    if has_adapter and not lora.rank:
+        raise ConfigError(
+            f"run '{folder.name}' trains all weights, and has no adapter", hint="Leave out --adapter"
+        )
     target = to or folder / "export" / f"step-{number:08d}"
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists", hint="Name a folder that is not there yet with --to")
     store.verify_whole(number)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        export_state(store.folder(number), source, partial, DTYPES[config.model.dtype])
+        if has_adapter:
+            with StateReader(store.folder(number)) as reader:
+                save_adapter(config.model.path, partial, _tensors(reader, torch.float32), lora)
+        else:
+            export_state(store.folder(number), source, partial, DTYPES[config.model.dtype], lora)
         partial.replace(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
 
 
-def export_state(state: Path, source: Path, target: Path, dtype: torch.dtype) -> None:
+def export_state(
+    state: Path, source: Path, target: Path, dtype: torch.dtype, lora: LoraSection | None = None
+) -> None:
     """Write the model of the `state` folder as a Hugging Face folder with the side files of `source`."""
     with StateReader(state) as reader:
-        write_folder(source, target, _tensors(reader, dtype), dtype)
+        save_merged(source, target, _tensors(reader, dtype), dtype, lora or LoraSection())
 
 
 def find_step(store: CheckpointStore, step: str, folder: Path) -> int:

@@ -49,23 +49,31 @@ class PretrainedTensors:
 
     Args:
         zeros: Shapes of tensors that the folder may lack; they are zero then.
+        file: That of a folder without an index.
     """
 
-    def __init__(self, folder: Path, zeros: Mapping[str, tuple[int, ...]] | None = None) -> None:
-        index = folder / INDEX
+    def __init__(
+        self, folder: Path, zeros: Mapping[str, tuple[int, ...]] | None = None, file: str = WEIGHTS
+    ) -> None:
+        index, alone = folder / INDEX, folder / file
         if index.is_file():
             self._file_of = {
                 name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()
             }
-        elif (folder / WEIGHTS).is_file():
-            with safe_open(folder / WEIGHTS, "pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), folder / WEIGHTS)
+        elif alone.is_file():
+            with safe_open(alone, "pt") as opened:
+                self._file_of = dict.fromkeys(opened.keys(), alone)
         else:
             raise ConfigError(
-                f"{folder} holds neither {WEIGHTS} nor {index.name}", hint="Save the model as safetensors"
+                f"{folder} holds neither {file} nor {index.name}", hint="Save the model as safetensors"
             )
         self._folder, self._zeros = folder, zeros or {}
         self._files: dict[Path, _OpenFile] = {}
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of the folder's tensors."""
+        return self._file_of
 
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor `name`, a view of the mapped file: not to be written into.

@@ -10,17 +10,19 @@ Shapes: N packed positions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
-from asyncrl.core.config.tree import LearnerSection
+from asyncrl.core.config.tree import LearnerSection, LoraSection
 from learner.backend import LossFn, Placement, ValueLossFn
 from learner.batching.batch import PackedBatch
 from learner.checkpoint.pretrained import PretrainedTensors
 from learner.fsdp2.model import language_model
 from learner.fsdp2.model.modules import PolicyModule, ValueModule
 from learner.fsdp2.ranked import Loaded, RankedModel
+from learner.lora.factors import NO_ADAPTERS
 
 _OPTIMIZER_METRICS = ("grad_norm", "lr", "skipped_updates")
 
@@ -45,14 +47,23 @@ class Fsdp2Backend(RankedModel):
         seed: int = 0,
         temperature: float = 1.0,
         is_frozen: bool = False,
+        lora: LoraSection = NO_ADAPTERS,
     ) -> None:
         """Join the other ranks and load the model; a frozen one (a reference) is never updated.
+
+        Args:
+            lora: Adapters that are trained in place of the model, if their rank is not 0.
 
         Raises:
             ConfigError: transformers cannot build the model, or its tensors are stored under other names.
         """
         self._temperature = temperature
-        super().__init__(model_path, config, placement, dtype=dtype, seed=seed, is_frozen=is_frozen)
+        super().__init__(
+            model_path, config, placement, dtype=dtype, seed=seed, is_frozen=is_frozen, lora=lora
+        )
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return self._switch.off()
 
     def logprobs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         outputs = self._engine.infer(batch)
@@ -77,7 +88,8 @@ class Fsdp2Backend(RankedModel):
     def _load(self, source: Path) -> Loaded:
         model, weights = language_model.load_model(source)
         ways = language_model.choose_ways(model, weights)
-        root = PolicyModule(model, ways, self._temperature)
+        root = PolicyModule(model, ways, self._temperature, self._lora)
+        self._switch = root.switch
         return Loaded(root, language_model.find_layers(model), weights)
 
 

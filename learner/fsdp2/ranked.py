@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from asyncrl.core.config.tree import LearnerSection
+from asyncrl.core.config.tree import LearnerSection, LoraSection
 from learner.attention import varlen
 from learner.backend import Placement
 from learner.batching.shared_prompts import SharedRows
 from learner.batching.sharing import can_share
-from learner.checkpoint.pretrained import write_folder
+from learner.checkpoint.pretrained import PretrainedTensors
 from learner.checkpoint.snapshot import Snapshot
 from learner.fsdp2.engine import Engine
 from learner.fsdp2.groups import RankGroup, join_group
@@ -35,8 +35,11 @@ from learner.fsdp2.sharding import (
     shard_module,
 )
 from learner.guard.hooks import MakeRoom, StepGate
+from learner.lora.factors import NO_ADAPTERS, with_factors
+from learner.lora.folder import save_merged
 from learner.numerics.precision import DTYPES
 from learner.numerics.reduction import average_metrics
+from weight_sync.encoding.low_rank import A, B
 from weight_sync.memory.parts import Part
 
 RootModule = PolicyModule | ValueModule
@@ -62,8 +65,9 @@ class RankedModel:
         dtype: str,
         seed: int,
         is_frozen: bool,
+        lora: LoraSection = NO_ADAPTERS,
     ) -> None:
-        self._source, self._dtype = source, DTYPES[dtype]
+        self._source, self._dtype, self._lora = source, DTYPES[dtype], lora
         self._parts: tuple[Part, ...] = ()
         self._part_addresses: list[int] = []
         self._group: RankGroup = join_group(placement, config.gpus, seed)
@@ -73,6 +77,8 @@ class RankedModel:
             named = root.named_hf_parameters()
             parameters = describe_parameters(named, self._group, weights.stored_names)
             weights.fill(parameters)
+            if lora.rank:
+                parameters = _fill_factors(parameters, source, lora, seed)
             self._engine = Engine(
                 sharded,
                 parameters,
@@ -159,7 +165,7 @@ class RankedModel:
 
     def save_hf(self, folder: Path) -> None:
         if self._group.rank == 0:
-            write_folder(self._source, folder, self.named_tensors(), self._dtype)
+            save_merged(self._source, folder, self.named_tensors(), self._dtype, self._lora)
         else:
             for _ in self.named_tensors():  # the export is collective
                 pass
@@ -171,6 +177,19 @@ class RankedModel:
     def _load(self, source: Path) -> Loaded:
         """Build the model on the CPU."""
         raise NotImplementedError
+
+
+@torch.no_grad()
+def _fill_factors(
+    parameters: Sequence[ShardedParameter], source: Path, lora: LoraSection, seed: int
+) -> list[ShardedParameter]:
+    """Give this rank's rows of the adapters' factors their first values; return the factors."""
+    read = with_factors(PretrainedTensors(source).read, lora, seed)
+    factors = [parameter for parameter in parameters if parameter.name.endswith((A, B))]
+    for factor in factors:
+        shard = factor.shard
+        shard.copy_(read(factor.name)[factor.start : factor.start + len(shard)])
+    return factors
 
 
 def _make_parts(parameter: ShardedParameter) -> Iterator[Part]:

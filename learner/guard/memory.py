@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import OutOfMemoryError
 
-from learner.backend import LearnerBackend, Models, ValueBackend
+from learner.backend import LearnerBackend, Models, Reference, ValueBackend
 from learner.batching.batch import PackedBatch
 from learner.guard.explanations import explain
 from learner.guard.guard import Limits, UnstableTraining
@@ -57,7 +57,7 @@ class GuardedModel:
         part: Says whose limits hold; a reference is never updated.
     """
 
-    def __init__(self, inner: LearnerBackend | ValueBackend, part: Part = "actor") -> None:
+    def __init__(self, inner: LearnerBackend | ValueBackend | Reference, part: Part = "actor") -> None:
         self._inner: Any = inner
         self._part = part
         self.gate = Gate(part)
@@ -184,7 +184,7 @@ class GuardedModels:
         self.models = Models(
             cast(LearnerBackend, self._policy),
             cast(ValueBackend | None, self._critic),
-            cast(LearnerBackend | None, self._reference),
+            cast(Reference | None, self._reference),
         )
 
     def begin_step(self, limits: Limits) -> None:

@@ -10,13 +10,15 @@ Shapes: N packed positions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
-from asyncrl.core.config.tree import LearnerSection
+from asyncrl.core.config.tree import LearnerSection, LoraSection
 from learner.backend import LossFn, Placement, ValueLossFn
 from learner.batching.batch import PackedBatch
+from learner.lora.factors import NO_ADAPTERS
 from learner.megatron.engine import Engine
 from learner.megatron.schedule import ColumnsLoss
 
@@ -41,11 +43,13 @@ class MegatronBackend(Engine):
         seed: int = 0,
         temperature: float = 1.0,
         is_frozen: bool = False,
+        lora: LoraSection = NO_ADAPTERS,
     ) -> None:
         """Join the other ranks and load the model.
 
         Args:
             is_frozen: A reference policy: no gradient buffers, no optimizer, no `update`.
+            lora: Adapters that are trained in place of the model, if their rank is not 0.
 
         Raises:
             ConfigError: The model is not supported, or cannot be cut over the ranks that there are.
@@ -59,6 +63,7 @@ class MegatronBackend(Engine):
             seed=seed,
             temperature=temperature,
             is_frozen=is_frozen,
+            lora=lora,
         )
 
     def logprobs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,6 +73,9 @@ class MegatronBackend(Engine):
     def logprobs_and_squares(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logprobs_N, entropy_N, squares_N = self._forward(batch, has_squares=True)
         return logprobs_N, entropy_N, squares_N
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return self._adapters.off()
 
     def update(self, minibatch: PackedBatch, loss_fn: LossFn) -> dict[str, float]:
         return self._train(minibatch, _by_columns(loss_fn))

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 
+from learner.lora.factors import CHILD
 from learner.megatron.groups import RankGroups
 from learner.megatron.model import experts
+from weight_sync.encoding.low_rank import A, B
 
 _LAYER_PREFIX = "decoder.layers."
 _QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
@@ -48,6 +50,8 @@ _CUT_DIMENSION = {
     "linear_proj.weight": 1,
     "linear_fc1.weight": 0,
     "linear_fc2.weight": 1,
+    **dict.fromkeys((f"{part}_proj{B}" for part in ("q", "k", "v", "gate", "up")), 0),  # of adapters
+    **dict.fromkeys((f"{part}_proj{A}" for part in ("o", "down")), 1),
 }
 
 ReadTensor = Callable[[str], torch.Tensor]
@@ -91,6 +95,13 @@ def global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, bool, torch.nn.P
             yield name, False, parameter
 
 
+def trained_names(chunk: torch.nn.Module) -> Iterator[tuple[str, bool, torch.nn.Parameter]]:
+    """Yield as `global_names` what versions and checkpoints hold: of a model with adapters those alone."""
+    named = list(global_names(chunk))
+    adapters = [one for one in named if f".{CHILD}." in one[0]]
+    yield from adapters or named
+
+
 @torch.no_grad()
 def export_chunk(
     chunk: torch.nn.Module, config: TransformerConfig, vocab_size: int, group: dist.ProcessGroup
@@ -100,7 +111,7 @@ def export_chunk(
     Each step is a collective over `group`, or over the ranks that share experts. With one rank a tensor may
     be a view of a live parameter: it is valid until the next update. Copies of tied weights are left out.
     """
-    for name, is_copy, parameter in global_names(chunk):
+    for name, is_copy, parameter in trained_names(chunk):
         if is_copy:
             continue
         full = _gather(name, parameter.detach(), experts.tensor_group(name, group))
@@ -114,7 +125,7 @@ def export_shapes(
     chunk: torch.nn.Module, config: TransformerConfig, vocab_size: int, group: dist.ProcessGroup
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield (Hugging Face name, shape) of what `export_chunk` yields; no collective."""
-    for name, is_copy, parameter in global_names(chunk):
+    for name, is_copy, parameter in trained_names(chunk):
         if is_copy:
             continue
         shape = list(parameter.shape)
@@ -235,7 +246,7 @@ def _read_part(
             [read(f"{prefix}mlp.{part}_proj.weight").chunk(size)[rank] for part in ("gate", "up")]
         )
     dimension = cut_dimension(name)
-    names = experts.checkpoint_names(inner, config) or (_DIRECT_IN_LAYER[inner],)
+    names = experts.checkpoint_names(inner, config) or (_name_in_layer(inner),)
     whole = [read(prefix + one) for one in names]
     parts = [full if dimension is None else full.chunk(size, dimension)[rank] for full in whole]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -260,4 +271,12 @@ def to_hugging_face(
     elif names := experts.checkpoint_names(inner, config):
         yield from zip((prefix + one for one in names), full.chunk(len(names)), strict=True)
     else:
-        yield prefix + _DIRECT_IN_LAYER[inner], full
+        yield prefix + _name_in_layer(inner), full
+
+
+def _name_in_layer(inner: str) -> str:
+    """Return the Hugging Face name of a parameter that is one tensor there, without the layer."""
+    matrix, is_adapter, factor = inner.partition(f".{CHILD}.")
+    if not is_adapter:
+        return _DIRECT_IN_LAYER[inner]
+    return f"{'mlp' if matrix.startswith('mlp.') else 'self_attn'}.{factor}"

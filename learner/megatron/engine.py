@@ -21,13 +21,15 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from asyncrl.core.config.tree import LearnerSection
+from asyncrl.core.config.tree import LearnerSection, LoraSection
 from learner.algorithms.learning_rate import schedule_lr
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, Totals, restore_order
 from learner.checkpoint import pretrained
 from learner.checkpoint.snapshot import Snapshot
 from learner.guard.hooks import MakeRoom, StepGate
+from learner.lora.factors import NO_ADAPTERS, Switch, with_factors
+from learner.lora.folder import save_merged
 from learner.megatron import cpu_adaptor
 from learner.numerics.precision import DTYPES, LossScale
 from learner.numerics.reduction import average_metrics, reduce_metrics
@@ -37,6 +39,7 @@ cpu_adaptor.install()  # before anything of Megatron is bound below
 
 from learner.megatron import convert, groups  # noqa: E402
 from learner.megatron.model import architecture, experts, heads, te_layers  # noqa: E402
+from learner.megatron.model.lora import add_adapters  # noqa: E402
 from learner.megatron.optimizer.updates import Updates, bind_weight_gradient  # noqa: E402
 from learner.megatron.rows import ExportedParts  # noqa: E402
 from learner.megatron.schedule import ColumnsLoss, make_schedule  # noqa: E402
@@ -68,9 +71,11 @@ class Engine:
         seed: int,
         temperature: float,
         is_frozen: bool,
+        lora: LoraSection = NO_ADAPTERS,
     ) -> None:
         """Join the other ranks and load the model. Raises ConfigError as the backends do."""
         self._source, self._config, self._kind = model_path, config, kind
+        self._lora, self._seed, self._adapters = lora, seed, Switch()
         self._dtype, self._temperature = DTYPES[dtype], temperature
         self._architecture = architecture.read_architecture(model_path)
         self._parallelism = architecture.Parallelism.of(config)
@@ -154,7 +159,7 @@ class Engine:
     def save_hf(self, folder: Path) -> None:
         self._sync_parameters()
         if dist.get_rank() == 0:
-            pretrained.write_folder(self._source, folder, self._whole.read(), self._dtype)
+            save_merged(self._source, folder, self._whole.read(), self._dtype, self._lora)
         elif self._parallelism.ep > 1 or self.dp_rank == self._groups.cp.rank() == 0:
             for _ in self._whole.read():
                 pass
@@ -274,7 +279,9 @@ class Engine:
     def _load_chunks(self) -> list[torch.nn.Module]:
         # A policy has no value head, and that of a new value model starts at zero.
         head = {"score.weight": (1, self._architecture.hidden_size)} if self._kind == "value" else {}
-        read = pretrained.PretrainedTensors(self._source, zeros=head).read
+        read: convert.ReadTensor = pretrained.PretrainedTensors(self._source, zeros=head).read
+        if self._lora.rank:
+            read = with_factors(read, self._lora, self._seed)
         chunks: list[torch.nn.Module] = []
         for index in range(self._parallelism.vpp):
             stage = index if self._parallelism.vpp > 1 else None
@@ -284,6 +291,8 @@ class Engine:
                 if self._kind == "policy"
                 else heads.make_value_model(*place)
             )
+            if self._lora.rank:
+                add_adapters(chunk, self._transformer, self._lora, self._adapters)
             convert.load_parameters(chunk, self._transformer, read, self._groups.tp)
             chunks.append(chunk)
         return chunks

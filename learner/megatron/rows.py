@@ -47,7 +47,7 @@ class ExportedParts:
     def find_held(self) -> Iterator[tuple[bool, Part]]:
         """Yield (whether this rank and those with the same parameters own it, part) of all parameters."""
         for chunk in self._chunks:
-            for name, is_copy, parameter in convert.global_names(chunk):
+            for name, is_copy, parameter in convert.trained_names(chunk):
                 place = tensor_rank(name)
                 is_owned = not is_copy and (convert.cut_dimension(name) is not None or place[0] == 0)
                 matrix_RC = parameter.detach().reshape(len(parameter), -1)

@@ -1,7 +1,7 @@
 """Model FLOPs utilisation and time per token: how well a step used its devices.
 
-A backward pass takes twice the FLOPs of the forward pass, which `ModelSize` counts. Recomputation is not
-counted.
+A backward pass takes twice the FLOPs of the forward pass, which `ModelSize` counts; once, where only adapters
+are trained and matrices get no gradient. Recomputation and adapters are not counted.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ class Efficiency:
         peak_flops: Of one rank's device, per second.
         num_devices: Learner ranks.
         has_inference: Whether the stage `old_log_prob` holds a forward pass.
+        has_adapters: Whether the policy's adapters alone are trained.
     """
 
     size: ModelSize | None
     peak_flops: float
     num_devices: int
     has_inference: bool = True
+    has_adapters: bool = False
 
     def describe(
         self, metrics: Mapping[str, float], stages: Mapping[str, float], num_tokens: float
@@ -69,7 +71,8 @@ class Efficiency:
         if self.size is None or num_pairs is None:
             return found
         forward = self.size.forward_flops(metrics.get("perf/computed_tokens", num_tokens), num_pairs)
-        work = {"actor": ("update_actor", 3 * forward), "critic": ("update_critic", 3 * forward)}
+        passes = 2 if self.has_adapters else 3
+        work = {"actor": ("update_actor", passes * forward), "critic": ("update_critic", 3 * forward)}
         if self.has_inference:
             work["actor_infer"] = ("old_log_prob", forward)
         peak = self.peak_flops * self.num_devices
@@ -88,6 +91,7 @@ def make_efficiency(
     dtype: str,
     peak_tflops: float | None = None,
     has_inference: bool = True,
+    has_adapters: bool = False,
 ) -> Efficiency:
     """Return the efficiency of a model on this rank's device.
 
@@ -98,9 +102,10 @@ def make_efficiency(
         peak_tflops: The device's peak; None takes the data sheet's of a known GPU in 16 bits, and
             otherwise measures a product of two 1024 x 1024 matrices, on as many threads as the rank has.
         has_inference: Whether every step does a forward pass for prox.
+        has_adapters: As in `Efficiency`.
     """
     peak = peak_tflops * 1e12 if peak_tflops is not None else find_peak_flops(dtype)
-    return Efficiency(read_model_size(model_path), peak, num_devices, has_inference)
+    return Efficiency(read_model_size(model_path), peak, num_devices, has_inference, has_adapters)
 
 
 def read_model_size(folder: Path) -> ModelSize | None:

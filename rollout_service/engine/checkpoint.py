@@ -1,17 +1,21 @@
-"""Names, shapes and dtypes of the checkpoint that an engine was started from. Imports no engine."""
+"""The checkpoint that an engine was started from: names, shapes and dtypes, and values. Imports no engine."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
 from asyncrl.core.errors import EngineError
 from weight_sync.memory.manifest import Manifest, check_tensors
+
+if TYPE_CHECKING:
+    import torch
 
 TORCH_DTYPES = {
     "BOOL": "bool",
@@ -46,6 +50,26 @@ def read_tensors(folder: Path) -> dict[str, CheckpointTensor]:
     Raises:
         EngineError: There is no such checkpoint.
     """
+    found: dict[str, CheckpointTensor] = {}
+    for file in _find_files(folder):
+        found.update(_read_file(file, file.stat().st_mtime_ns))
+    return found
+
+
+def read_values(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the checkpoint in `folder`: views of mapped files. Raises EngineError as above."""
+    for file in _find_files(folder):
+        with safe_open(file, framework="pt") as checkpoint:
+            for name in list(checkpoint.keys()):
+                yield name, checkpoint.get_tensor(name)
+
+
+def count_bytes(folder: Path) -> int:
+    """Return the size of the checkpoint in `folder`. Raises EngineError as above."""
+    return sum(file.stat().st_size for file in _find_files(folder))
+
+
+def _find_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         files = _read_index(index, index.stat().st_mtime_ns)
@@ -53,10 +77,7 @@ def read_tensors(folder: Path) -> dict[str, CheckpointTensor]:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise EngineError(f"{folder} has no safetensors files", hint="Save the model with save_pretrained")
-    found: dict[str, CheckpointTensor] = {}
-    for file in files:
-        found.update(_read_file(file, file.stat().st_mtime_ns))
-    return found
+    return files
 
 
 def check_version(manifest: Manifest, expected: Mapping[str, CheckpointTensor], served: str) -> None:

@@ -101,8 +101,12 @@ def export(
     to: Annotated[
         Path | None, typer.Option("--to", metavar="DIR", help="Where; otherwise export/step-N in the run.")
     ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="The adapters of model.lora, as PEFT's.")
+    ] = False,
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Write a checkpoint as a Hugging Face model."""
     folder = find_folder(runs_dir, run, run_option)  # before the learner is imported: it takes seconds
-    exits.show(function("learner.checkpoint.export:export_run")(str(folder), runs_dir, step, to))
+    write = function("learner.checkpoint.export:export_run")
+    exits.show(write(str(folder), runs_dir, step, to, has_adapter=adapter))

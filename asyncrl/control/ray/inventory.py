@@ -35,8 +35,8 @@ MAX_FILES = 5_000
 
 def needed_paths(config: Config) -> dict[str, str]:
     """Return the files that replicas and learner ranks read, by configuration key; every path is absolute."""
-    found = {"model.path": config.model.path}
-    found |= {"critic.path": config.critic.path} if config.critic.path else {}
+    named = {"critic.path": config.critic.path, "model.lora.path": config.model.lora.path}
+    found = {"model.path": config.model.path} | {key: path for key, path in named.items() if path}
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval or ())):
         found |= {f"{key}.{number}": source.path for number, source in enumerate(sources)}
     for number, part in enumerate(config.reward.fn):

@@ -106,6 +106,7 @@ def find_conflicts(config: Root) -> list[Conflict]:
         *_find_backend_conflicts(learner),
         *_find_engine_conflicts(config),
         *_find_quantization_conflicts(config),
+        *_find_lora_conflicts(config),
         *_find_critic_conflicts(config),
         *_find_reward_conflicts(config),
         *_find_gateway_conflicts(config),
@@ -161,16 +162,29 @@ def _find_argument_conflicts(rollout: RolloutSection, engine: str) -> Iterator[C
 def _find_quantization_conflicts(config: Root) -> Iterator[Conflict]:
     """Yield each engine that does not have the quantization where it runs."""
     rollout, key = config.rollout, "rollout.quantization"
-    if rollout.quantization is None:
-        return
     place = "GPUs" if rollout.gpus else "CPU"
-    for name in dict.fromkeys(rollout.engines):
-        facts = engine_facts(name)
+    for facts in map(engine_facts, dict.fromkeys(rollout.engines)):
         known = facts.quantizations.get(place)
-        if rollout.quantization != known:
+        if rollout.quantization not in (None, known):
             what = f"{key}: {rollout.quantization} is not there with {facts.title} on {place}"
             hint = f"Set {known}, or leave it out" if known else "Leave it out"
             yield Conflict((key, "rollout.engine", "rollout.gpus"), what, hint)
+
+
+def _find_lora_conflicts(config: Root) -> Iterator[Conflict]:
+    """Yield what cannot take adapters, or was not shown with them."""
+    rollout, learner, key = config.rollout, config.learner, "model.lora.rank"
+    lacking = [name for name in rollout.engines if not engine_facts(name).merges_adapters]
+    for option, is_set, why in (
+        ("rollout.engine", lacking, f"{', '.join(lacking)} takes whole weights alone"),
+        ("rollout.quantization", rollout.quantization, "they were not shown together"),
+        ("learner.compile", learner.compile, "they were not shown together"),
+        ("learner.kernels", learner.kernels == "te", "its matrices hold norms as well"),
+        ("weight_sync.backend", config.weight_sync.is_direct, "direct sends parts of whole matrices"),
+    ):
+        if config.model.lora.rank and is_set:
+            hint = f"Leave it out, or {key}: 0"
+            yield Conflict((option, key), f"{option} does not take adapters: {why}", hint)
 
 
 def _find_critic_conflicts(config: Root) -> list[Conflict]:

@@ -18,7 +18,7 @@ from asyncrl.core.config.sections.data import DataSection, SourceSection
 from asyncrl.core.config.sections.experience import BufferSection, StalenessSection
 from asyncrl.core.config.sections.guard import GuardSection, LimitSection
 from asyncrl.core.config.sections.launcher import LauncherSection, WeightSyncSection
-from asyncrl.core.config.sections.learner import CriticSection, LearnerSection, ModelSection
+from asyncrl.core.config.sections.learner import CriticSection, LearnerSection, LoraSection, ModelSection
 from asyncrl.core.config.sections.reward import OverlongSection, RewardPart, RewardSection
 from asyncrl.core.config.sections.rollout import (
     EnvironmentSection,
@@ -46,6 +46,7 @@ __all__ = [
     "LauncherSection",
     "LearnerSection",
     "LimitSection",
+    "LoraSection",
     "MetricsSection",
     "ModelSection",
     "OverlongSection",

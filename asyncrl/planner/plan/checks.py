@@ -93,8 +93,8 @@ def count_all(config: Config, replicas: int, receivers: int) -> list[Part]:
     buffer = derived.count_in_flight(config, group_bytes, replicas).groups * group_bytes
     num_weights = None if shared is None else shared.num_weights
     ranks = machine.count_ranks_here(config)
-    expert_weights = sizes.count_expert_weights(size)
-    parts = memory.count_parts(config, num_weights, replicas, critic, buffer, ranks, expert_weights)
+    experts, adapters = sizes.count_expert_weights(size), shared_memory.count_adapters(config)
+    parts = memory.count_parts(config, num_weights, replicas, critic, buffer, ranks, experts, adapters)
     if size is not None:
         parts.append(sizes.estimate_activations(config, size, ranks))
     if shared is not None:
@@ -115,8 +115,11 @@ def count_nodes(config: Config) -> list[Part]:
     parts = count_all(config, 0, 0)
     if machine.count_ranks_here(config) < config.learner.num_ranks:
         critic = shared_memory.count_weights(config.critic.path or config.model.path, NOT_IN_A_CRITIC)
-        expert_weights = sizes.count_expert_weights(read_size(config))
-        parts += memory.count_rank_elsewhere(config, num_weights, critic, expert_weights)
+        experts, adapters = (
+            sizes.count_expert_weights(read_size(config)),
+            shared_memory.count_adapters(config),
+        )
+        parts += memory.count_rank_elsewhere(config, num_weights, critic, experts, adapters)
         parts += [replace(part, where=memory.PER_RANK[SHM]) for part in parts if part.where == SHM]
     parts += memory.count_replica_elsewhere(config, num_weights)
     if at_receiver is not None:

@@ -14,10 +14,16 @@ from typing import Any
 from asyncrl.core.config.models.architectures import Experts, find_unsupported
 from asyncrl.core.config.models.divisibility import find_uneven_cuts
 from asyncrl.core.config.tree import Config, LearnerSection
+from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import backend_facts, backend_names, function
 from asyncrl.planner.named_models import find_table, tensor_shapes
 from asyncrl.planner.plan.folders import find_bad_weights, find_missing_tokenizer
+from asyncrl.planner.plan.footprint.shared_memory import shapes_of
 from asyncrl.planner.plan.prepare import is_builtin, is_hub_id, reward_model
+from weight_sync.encoding.low_rank import factor_shapes
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of configurations for the number of experts of a layer."""
 
 
 def check_models(config: Config) -> Iterator[str]:
@@ -37,6 +43,24 @@ def check_reward_models(config: Config) -> Iterator[str]:
             continue
         if not Path(path, "config.json").exists():
             yield f"reward.fn: '{path}' holds no Hugging Face model (no config.json)"
+
+
+def check_adapters(config: Config) -> Iterator[str]:
+    """Say which adapters the model cannot have, and whether those to start from are there."""
+    lora, path = config.model.lora, config.model.path
+    if not lora.rank:
+        return
+    try:
+        if shapes := shapes_of(path):
+            factor_shapes(shapes, lora)
+        if any(name in EXPERTS for name in table_of(path)):
+            yield "model.lora.rank: adapters on a mixture of experts are not there yet; set it to 0"
+    except ConfigError as error:
+        yield f"{error}"
+    except (OSError, ValueError, TypeError):
+        return  # `check_models` says why
+    if lora.path is not None and not Path(lora.path, "adapter_config.json").is_file():
+        yield f"model.lora.path: '{lora.path}' holds no PEFT adapter (no adapter_config.json)"
 
 
 def _check_tokenizer(paths: Mapping[str, str]) -> Iterator[str]:

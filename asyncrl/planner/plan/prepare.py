@@ -86,11 +86,14 @@ def prepare(config: Config, say: Callable[[str], None]) -> Config:
     model, critic = _resolve_model("model.path", config.model.path, root, say), config.critic.path
     if critic is not None:
         critic = _resolve_model("critic.path", critic, root, say)
+    lora = config.model.lora
+    if lora.path is not None:
+        lora = lora.model_copy(update={"path": str(Path(lora.path).absolute())})
     data = resolve_sources(config.data, lambda name, path: _resolve_data(name, path, root, say))
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": str(Path(config.run.dir).absolute())}),
-            "model": config.model.model_copy(update={"path": model}),
+            "model": config.model.model_copy(update={"path": model, "lora": lora}),
             "critic": config.critic.model_copy(update={"path": critic}),
             "data": data,
             "rollout": _resolve_environment(config.rollout),

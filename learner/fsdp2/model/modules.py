@@ -9,24 +9,33 @@ size, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from transformers import PreTrainedModel
 
+from asyncrl.core.config.tree import LoraSection
+from asyncrl.core.errors import ConfigError
 from learner.fsdp2.model.language_model import Ways, run_body, run_logits
 from learner.fsdp2.model.rows import Rows
+from learner.lora.factors import CHILD, Factors, Switch
 from learner.numerics.fused_logprob import fused_logprobs
 
 
 class PolicyModule(torch.nn.Module):
     """tokens -> (log-prob of each label, entropy), and on request the sum of squared probabilities."""
 
-    def __init__(self, model: PreTrainedModel, ways: Ways, temperature: float) -> None:
+    def __init__(
+        self, model: PreTrainedModel, ways: Ways, temperature: float, lora: LoraSection | None = None
+    ) -> None:
         super().__init__()
-        self.model, self.ways, self.temperature = model, ways, temperature
+        self.model, self.ways, self.temperature, self.switch = model, ways, temperature, Switch()
+        if lora is not None and lora.rank:
+            add_adapters(model, lora, self.switch)
 
     def named_hf_parameters(self) -> list[tuple[str, torch.Tensor]]:
         """Return (Hugging Face name, parameter): tied ones once, the same order on every rank."""
-        return list(self.model.named_parameters())
+        return [(name.replace(f".{CHILD}.", "."), one) for name, one in self.model.named_parameters()]
 
     def forward(
         self, tokens_N: torch.Tensor, labels_N: torch.Tensor, rows: Rows, *, has_squares: bool = False
@@ -81,6 +90,37 @@ def _take(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
 def _spread(columns: tuple[torch.Tensor, ...], rows: Rows) -> tuple[torch.Tensor, ...]:
     """Return the head's outputs by packed position."""
     return columns if rows.shared is None else tuple(map(rows.shared.spread, columns))
+
+
+def add_adapters(model: torch.nn.Module, lora: LoraSection, switch: Switch) -> None:
+    """Freeze `model` and hang an adapter, without values, on each linear layer of a target.
+
+    Raises:
+        ConfigError: A target is the name of no linear layer.
+    """
+    layers = [
+        (name.rpartition(".")[2], layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear)
+    ]
+    if missing := sorted(set(lora.targets) - {name for name, _ in layers}):
+        raise ConfigError(
+            f"model.lora.targets: {type(model).__name__} has no linear layer called {', '.join(missing)}",
+            hint=f"It has {', '.join(sorted({name for name, _ in layers}))}",
+        )
+    model.requires_grad_(False)
+    for name, layer in layers:
+        if name in lora.targets:
+            layer.add_module(CHILD, Factors(lora.rank, layer.in_features, layer.out_features, layer.weight))
+            layer.forward = functools.partial(_forward_adapted, layer, lora.scale, switch)  # type: ignore[method-assign]
+
+
+def _forward_adapted(layer: torch.nn.Linear, scale: float, switch: Switch, x: torch.Tensor) -> torch.Tensor:
+    output = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    if not switch.is_on:
+        return output
+    low: torch.Tensor = layer.get_submodule(CHILD)(x)
+    return output + low * scale
 
 
 def dense_logprobs(

@@ -22,4 +22,6 @@ class ScriptedVariant(EngineVariant):
         return ScriptedEngine(tokenizer.eos_token_id, TOKENS_PER_S, follows_steps=True)
 
 
-VARIANT = ScriptedVariant("the scripted engine", loads_model=False, tokens_per_s=TOKENS_PER_S)
+VARIANT = ScriptedVariant(
+    "the scripted engine", loads_model=False, tokens_per_s=TOKENS_PER_S, merges_adapters=True
+)

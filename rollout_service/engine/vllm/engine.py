@@ -22,15 +22,18 @@ import signal
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
 
+from asyncrl.core.config.tree import LoraSection
 from asyncrl.core.errors import ConfigError, EngineError
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.staleness import UNLOADED, Span
 from asyncrl.core.status.replica import CacheStatus
+from rollout_service.engine.checkpoint import count_bytes
 from rollout_service.engine.in_flight import CONTROL_DEADLINE_S, LOAD_BYTES_PER_S, InFlightEngine
 from rollout_service.engine.protocol import Completion, EngineDied, Interrupted, Sampling
 from rollout_service.engine.vllm.core import process
@@ -85,6 +88,7 @@ class VllmSettings:
         seed: Seeds the engine; requests carry their own seeds.
         quantization: `int8` on CPU or `fp8` on GPUs, of weights as they are loaded; None keeps `dtype`.
         engine_args: Further arguments of `AsyncEngineArgs`.
+        lora: Adapters that versions hold, if its rank is not 0; each version's are merged into the model.
     """
 
     model: str
@@ -102,6 +106,7 @@ class VllmSettings:
     seed: int = 0
     quantization: str | None = None
     engine_args: Mapping[str, object] = field(default_factory=dict)
+    lora: LoraSection = field(default_factory=LoraSection)
 
 
 T = TypeVar("T")
@@ -198,9 +203,10 @@ class VllmEngine(InFlightEngine[str]):
 
         from rollout_service.engine.vllm.weight_transfer import describe_staged
 
-        number, update = staged.version.number, describe_staged(staged)
+        number, update = staged.version.number, describe_staged(staged, self._settings.lora)
         request = WeightTransferUpdateRequest(update_info=update)
-        await self._load_on_all(number, request, staged.manifest.total_bytes)
+        base_bytes = count_bytes(Path(self._settings.model)) if self._settings.lora.rank else 0
+        await self._load_on_all(number, request, base_bytes + staged.manifest.total_bytes)
         label = self.client.update_weight_version(str(number))
         await self._control(label, f"the label of version {number}")
 

@@ -62,6 +62,7 @@ def settings_of(config: Config) -> VllmSettings:
         seed=config.run.seed,
         quantization=rollout.quantization,
         engine_args={name: value for name, value in rollout.engine_args.items() if name != "nnodes"},
+        lora=config.model.lora,
     )
 
 
@@ -129,6 +130,7 @@ VARIANT = VllmVariant(
     },
     shares_prefixes=True,
     quantizations={"CPU": "int8", "GPUs": "fp8"},
+    merges_adapters=True,
     cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
 )
 """A test compares the head sizes with those that vLLM states."""

@@ -17,7 +17,7 @@ load starts clean. The weights may be neither old nor new then; the caller keeps
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, partial
@@ -31,10 +31,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from asyncrl.core.config.tree import LoraSection
 from asyncrl.core.errors import SyncError
 from asyncrl.core.runtime.faults import is_wanted
 from asyncrl.core.sockets.keys import ClientKeys
-from rollout_service.engine.checkpoint import check_version, read_tensors
+from rollout_service.engine.checkpoint import CheckpointTensor, check_version, read_tensors, read_values
 from rollout_service.engine.probe import measure_logprobs
 from rollout_service.engine.probe_check import ProbeCheck, name_of
 from rollout_service.engine.vllm.nodes.relay import Relay
@@ -44,6 +45,7 @@ from rollout_service.engine.vllm.worker_seat import WorkerSeat
 from weight_sync.copies.pinned import BUFFER_BYTES, PinnedPipeline
 from weight_sync.copies.to_gpu import PinnedCopies
 from weight_sync.direct.seat import DeskAddress
+from weight_sync.encoding.low_rank import factor_shapes, merge_factors
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.staging import Staged, open_tensors
 
@@ -64,12 +66,14 @@ class StagedUpdateInfo(WeightTransferUpdateInfo):
     Attributes:
         path: Empty if the workers hold the version themselves.
         desk, desk_keys: Of the `DeskAddress`, whose keys are three; empty without one.
+        lora: Of `model.lora`, if versions hold adapters alone; else empty.
     """
 
     path: str
     manifest: bytes
     desk: str = ""
     desk_keys: Sequence[bytes] = field(default=(), repr=False)
+    lora: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def desk_address(self) -> DeskAddress | None:
@@ -78,9 +82,11 @@ class StagedUpdateInfo(WeightTransferUpdateInfo):
         return DeskAddress(self.desk, ClientKeys(*self.desk_keys) if self.desk_keys else None)
 
 
-def describe_staged(staged: Staged) -> dict[str, object]:
+def describe_staged(staged: Staged, lora: LoraSection | None = None) -> dict[str, object]:
     """Return the fields of `StagedUpdateInfo` for `staged`."""
     described: dict[str, object] = {"path": staged.path, "manifest": staged.manifest.to_bytes()}
+    if lora is not None and lora.rank:
+        described["lora"] = lora.model_dump()
     if staged.desk is not None:
         keys = staged.desk.keys
         described |= {"desk": staged.desk.address, "desk_keys": astuple(keys) if keys is not None else ()}
@@ -137,13 +143,14 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         """
         with self._together("check the tensors"):
             manifest = Manifest.from_bytes(update_info.manifest)
-            self._check(manifest)
+            lora = LoraSection.model_validate(update_info.lora) if update_info.lora else None
+            self._check(manifest, lora)
         device = next(self.model.parameters()).device
         with self._carried(update_info.path, manifest) as path:
             with self._together("open the version"):
                 tensors = self._open(manifest, path)
             with self._together("load"), self._seat.taken_after(update_info.desk_address, tensors, device):
-                self._load(manifest.version.number, tensors)
+                self._load(manifest.version.number, tensors if lora is None else self._merge(tensors, lora))
         if manifest.probe is not None:
             with self._together("match the probe"):
                 measure = partial(measure_logprobs, self.model, self.vllm_config)
@@ -171,14 +178,24 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             return list(open_tensors(Staged(manifest.version, path, manifest)))
         return self._seat.stages.tensors(manifest.version.number, manifest.layout)
 
-    def _check(self, manifest: Manifest) -> None:
+    def _check(self, manifest: Manifest, lora: LoraSection | None) -> None:
         """Compare with the checkpoint. A parameter of several modules is sent once, by its first name."""
         expected = read_tensors(Path(self.model_config.model))
         for first, *others in find_shared(self.model):
             if first.full_name in expected:
                 for other in others:  # some checkpoints hold a copy
                     expected.pop(other.full_name, None)
-        check_version(manifest, expected, name_of(self.model_config.dtype))
+        served = name_of(self.model_config.dtype)
+        if lora is not None:
+            shapes = factor_shapes({name: tensor.shape for name, tensor in expected.items()}, lora)
+            expected = {name: CheckpointTensor(shape, served) for name, shape in shapes.items()}
+        check_version(manifest, expected, served)
+
+    def _merge(self, factors: Tensors, lora: LoraSection) -> Tensors:
+        """Return all tensors of the version: those of the checkpoint, with the factors merged into them."""
+        base = read_values(Path(self.model_config.model))
+        device = next(self.model.parameters()).device
+        return merge_factors(base, dict(factors), lora.scale, self.model_config.dtype, device)
 
     def _load(self, number: int, tensors: Tensors) -> None:
         """Overwrite the model. Layers refer to `tensors`, and so to the file, until they are finalized."""

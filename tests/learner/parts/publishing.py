@@ -106,8 +106,11 @@ def run_publish(placement: Placement, job: dict[str, Any], out: Path) -> dict[st
         were_direct.append(together.num_writes == 1)
         if leads:
             arrived.append(arrivals.next(number))
-        backend.save_hf(out / job["name"])
-        if leads:
+        if "lora" in job["changes"]:  # what is saved are whole weights
+            saved.append([describe(name, tensor) for name, tensor in backend.named_tensors()])
+        else:
+            backend.save_hf(out / job["name"])
+        if leads and "lora" not in job["changes"]:
             weights = load_file(out / job["name"] / "model.safetensors")
             saved.append([describe(name, tensor) for name, tensor in weights.items()])
         if number % 10 == 1:

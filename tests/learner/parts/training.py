@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.core.config.tree import AlgorithmSection, LearnerSection
+from asyncrl.core.config.tree import AlgorithmSection, LearnerSection, LoraSection
 from asyncrl.core.experience import Group
 from learner.algorithms.objective import Objective, make_objective
 from learner.backend import LearnerBackend, Models, Placement, ValueBackend, ValueLossFn
@@ -29,6 +29,8 @@ def open_backend(folder: Path, placement: Placement | None = None, make=Megatron
     options = {
         name: changes.pop(name) for name in ("dtype", "seed", "temperature", "is_frozen") if name in changes
     }
+    if "lora" in changes:
+        options["lora"] = LoraSection(**changes.pop("lora"))
     config = {"lr": 1e-3, "weight_decay": 0.01, "minibatches": NUM_MINIBATCHES, "warmup_steps": 2}
     section = LearnerSection(**(config | changes))
     return make(folder, section, placement or Placement(), **({"dtype": "float32"} | options))

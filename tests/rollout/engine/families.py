@@ -6,9 +6,10 @@ A seed decides every tensor of a model by a generator of its own; no other rando
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -110,12 +111,12 @@ def start_engine(
     loop: LoopThread,
     workers: int = 1,
     dtype: str = "float32",
-    quantization: str | None = None,
+    **changes: Any,
 ) -> VllmEngine:
     """Return an engine that was started with `model`. Without a tokenizer vLLM loads no Llama."""
     save_model(model, folder)
-    settings = VllmSettings(str(folder), dtype, 1024, 16, 64 << 20, cpu_workers=workers)
-    engine = VllmEngine(replace(settings, quantization=quantization))
+    settings = VllmSettings(str(folder), dtype, 1024, 16, 64 << 20, cpu_workers=workers, **changes)
+    engine = VllmEngine(settings)
     try:
         loop.call(engine.start(), 280.0)
     except BaseException:

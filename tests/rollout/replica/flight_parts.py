@@ -20,7 +20,7 @@ from asyncrl.core.staleness import PolicyVersion, Span
 from rollout_service.engine.protocol import Completion, Sampling
 from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings, read_output
 from tests.different import assert_all_differ
-from tests.rollout.engine.engine_parts import greedy_of, logprobs_of, make_model, probe_of, stage
+from tests.rollout.engine.engine_parts import Change, greedy_of, logprobs_of, make_model, probe_of, stage
 
 TOLERANCE = 1e-4
 NUM_GREEDY_TOKENS = 16
@@ -58,6 +58,8 @@ class Flight:
         models: Hugging Face's model of every version, by number.
         make: Makes the model of a version from its number.
         vocab_size: Prompts are of tokens below it.
+        sent: Says what is staged of the model of a version in place of its parameters.
+        differ_everywhere: Whether no tensor of two versions is the same.
         finished: Requests that ran to their end.
         aborted: Requests that were ended from outside, with what they had by then.
         greedy: One greedy answer per version, asked for after its sync.
@@ -69,6 +71,8 @@ class Flight:
     max_tokens: int = 260
     make: Callable[[int], PreTrainedModel] = make_model
     vocab_size: int = NUM_DIGITS
+    sent: Callable[[int], Change] = lambda _: list
+    differ_everywhere: bool = True
     finished: list[Answer] = field(default_factory=list)
     aborted: list[Answer] = field(default_factory=list)
     greedy: dict[int, Answer] = field(default_factory=dict)
@@ -93,9 +97,8 @@ class Flight:
         await self._ask_greedily()  # so that all of them have tokens of the version before
         await until_under_way(self.engine, 0.8 * self.num_workers)
         self.models[number] = self.make(number)
-        with stage(
-            self.models[number], PolicyVersion(number, number), probe_of(self.models[number])
-        ) as staged:
+        model, version = self.models[number], PolicyVersion(number, number)
+        with stage(model, version, probe_of(model), self.sent(number)) as staged:
             swap = asyncio.create_task(self.engine.swap(staged))
             while not await self.engine._llm.is_paused() and not swap.done():
                 await asyncio.sleep(0)
@@ -143,7 +146,7 @@ class Flight:
 
     def check_spans(self) -> None:
         """Spans cover each response without a gap, no version was jumped over, and no two share a tensor."""
-        assert_all_differ(self.models.values(), in_every_tensor=True)
+        assert_all_differ(self.models.values(), in_every_tensor=self.differ_everywhere)
         for answer in [*self.finished, *self.aborted]:
             spans = answer.completion.spans
             ends = [0, *(span.end for span in spans)]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 ROPE_TYPES = ("default", "llama3")
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PLAIN_FORM = {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False, "attention_bias": False}
 
 
@@ -56,8 +56,7 @@ class Experts:
     """Experts of a model.
 
     Attributes:
-        num_active: Of each token.
-        size: Channels of one.
+        num_active: Of each token. size: Channels of one.
         normalises: Whether the weights of a token's experts sum to one.
         layers: Whether each layer has experts, or is dense.
     """
@@ -71,7 +70,7 @@ class Experts:
     @staticmethod
     def read(table: Mapping[str, object]) -> Experts | None:
         """Return what a `config.json` says, None of a dense model."""
-        num = _whole(next((table[key] for key in _EXPERT_KEYS if table.get(key)), 0))
+        num = _whole(next((table[key] for key in EXPERT_KEYS if table.get(key)), 0))
         if not num:
             return None
         family = FAMILIES.get(str(table.get("model_type")), Family()).experts or ExpertNames()
@@ -132,17 +131,11 @@ class ModelSize:
         return 2 * self.num_weights * num_tokens + attention
 
 
-def is_mixture(table: Mapping[str, object]) -> bool:
-    """Tell whether a `config.json` is that of a mixture of experts."""
-    inner = table.get("text_config")
-    return any(one.get(key) for one in (table, inner) if isinstance(one, Mapping) for key in _EXPERT_KEYS)
-
-
 def find_unsupported(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield (problem, hint) for what of a Hugging Face `config.json` is not supported."""
     family = FAMILIES.get(str(table.get("model_type")))
     names = ", ".join(name for name, known in FAMILIES.items() if known.experts)
-    experts = next((key for key in _EXPERT_KEYS if table.get(key)), None)
+    experts = next((key for key in EXPERT_KEYS if table.get(key)), None)
     if experts is not None and (family is None or family.experts is None):
         yield f"{experts}: {table[experts]}: these experts are not supported", f"Choose one of {names}"
     elif experts is not None and table.get("num_experts_per_tok") == 1:

@@ -35,10 +35,7 @@ NO_ADAPTER = {
 }
 """Reason why a value that many would write is not allowed."""
 
-_LORA = (
-    "there are no LoRA adapters yet",
-    "All parameters are trained: weight sync, checkpoints and the engine's reload carry whole tensors",
-)
+_LORA = ("adapters stand in one place", "Write lora: {rank, alpha, targets} under 'model'")
 _VISION = (
     "there are no images or videos yet",
     "Prompts, trajectories and the wire hold text tokens only: name a text model and a column of text",
@@ -53,10 +50,8 @@ _REPLAY = (
 )
 _STAGE = (
     "weights are always staged",
-    (
-        "Leave it out: they arrive in shared memory beside the engine while generation goes on. Receiving "
-        "them inside the engine while it pauses (stage: false) is not there yet"
-    ),
+    "Leave it out: they arrive in shared memory beside the engine while generation goes on. Receiving "
+    "them inside the engine while it pauses (stage: false) is not there yet",
 )
 _QUANTIZED = (
     "only an engine's weights are quantised",
@@ -76,14 +71,14 @@ _REMOTE_CODE = (
 )
 
 NOT_THERE: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "lora_path", "peft", "adapter", "qlora"), _LORA),
+    **dict.fromkeys(("lora_rank", "lora_alpha", "lora_path", "peft", "adapter"), _LORA),
     **dict.fromkeys(
         ("vision", "image_key", "images", "video_key", "videos", "multimodal", "processor"), _VISION
     ),
     **dict.fromkeys(("moe", "expert_parallel", "expert_parallel_size", "num_experts"), _MOE),
     "router_replay": _REPLAY,
     "stage": _STAGE,
-    **dict.fromkeys(("quantize", "fp8", "load_in_8bit", "load_in_4bit"), _QUANTIZED),
+    **dict.fromkeys(("quantize", "fp8", "load_in_8bit", "load_in_4bit", "qlora"), _QUANTIZED),
     **dict.fromkeys(("speculative", "speculative_config", "speculative_model", "draft_model"), _SPECULATIVE),
     **dict.fromkeys(("colocate", "colocated", "hybrid_engine", "sleep_level"), _COLOCATED),
     "trust_remote_code": _REMOTE_CODE,

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from asyncrl.core.config.conflicts import WITH_GREEDY, WITH_VALUES
-from asyncrl.core.config.tree import Config
+from asyncrl.core.config.tree import Config, LoraSection
 
 SAME_ON_RESUME: Mapping[str, str] = {
     "run.seed": "the order of prompts and every sample's seed follow from it",
     "model.path": "checkpoints hold this model's weights",
+    "model.lora": "checkpoints hold adapters of this rank on these matrices, or all weights",
     "data.train": "the journal counts prompts by their place in it; its digest is checked too",
     "data.order": "the journal goes on where that order was left",
     "rollout.group_size": "the journal holds groups of that size",
@@ -55,6 +56,8 @@ def _value(config: Config, key: str) -> object:
 
 def _plain(value: object) -> str:
     """Return a value as one writes it in a configuration: of a source its path, and what else was set."""
+    if isinstance(value, LoraSection):
+        return repr(value.model_dump(mode="json", exclude_defaults=True))
     if not isinstance(value, tuple):
         return repr(value)
     sources = (one.model_dump(mode="json", exclude_defaults=True) for one in value)

@@ -12,6 +12,30 @@ from asyncrl.core.config.sections.section import Count, Decay, NonNegative, Sect
 from asyncrl.core.variants import BackendName
 
 
+class LoraSection(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): the model's matrices stay, their adapters are trained.
+
+    Of each matrix W of a target, W + (alpha / rank) B A is computed. Versions, checkpoints and the optimizer
+    hold A and B alone; engines merge them into the model's weights as they load a version.
+    """
+
+    rank: NonNegative = 0
+    """[rows] Of each A; 0 trains all weights."""
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """[1] Numerator of the adapters' scale alpha / rank."""
+    targets: Annotated[tuple[Text, ...], Field(min_length=1)] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    )
+    """Names of the matrices that have adapters, as in the model's files."""
+    path: Text | None = None
+    """PEFT adapter to start from, of the same rank, alpha and targets. For example: adapters/mine"""
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / self.rank
+
+
 class ModelSection(Section):
     """The policy: a Hugging Face folder, a hub id, or `builtin:digit_sort`.
 
@@ -26,6 +50,7 @@ class ModelSection(Section):
     """The policy's initial weights. For example: Qwen/Qwen3-0.6B, "builtin:digit_sort", models/mine"""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of computation and of published weights."""
+    lora: LoraSection = LoraSection()
 
 
 class CriticSection(Section):

@@ -56,6 +56,7 @@ def check_data(config: Config) -> Iterator[str]:
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     folders.check_run_folder,
     models.check_models,
+    models.check_adapters,
     models.check_reward_models,
     check_lengths,
     check_data,

@@ -81,6 +81,7 @@ def count_parts(
     buffer_bytes: int | None = None,
     ranks: int | None = None,
     expert_weights: int = 0,
+    adapter_weights: int | None = None,
 ) -> list[Part]:
     """Return the parts on the host and on GPUs; those of an unknown model size are without its weights.
 
@@ -91,6 +92,7 @@ def count_parts(
         buffer_bytes: Of all groups that may be in flight, if that is known.
         ranks: Of the learner, that are on this machine; None: all.
         expert_weights: Weights of experts among those of the policy.
+        adapter_weights: That are trained in place of the policy's, if it has adapters.
     """
     if critic_weights is None and config.critic.path is None:
         critic_weights = num_weights
@@ -98,7 +100,12 @@ def count_parts(
         Part(HOST, "Ray's own processes", RAY_BYTES, "observed"),
         _buffer_part(config.buffer.memory_bytes, buffer_bytes),
         *_learner_parts(
-            config, num_weights, critic_weights, ranks or config.learner.num_ranks, expert_weights
+            config,
+            num_weights,
+            critic_weights,
+            ranks or config.learner.num_ranks,
+            expert_weights,
+            adapter_weights,
         ),
         *_rollout_parts(config, num_weights, replicas),
     ]
@@ -112,10 +119,14 @@ def count_replica_elsewhere(config: Config, num_weights: int | None) -> list[Par
 
 
 def count_rank_elsewhere(
-    config: Config, num_weights: int | None, critic_weights: int | None, expert_weights: int = 0
+    config: Config,
+    num_weights: int | None,
+    critic_weights: int | None,
+    expert_weights: int = 0,
+    adapter_weights: int | None = None,
 ) -> list[Part]:
     """Return the host's parts of one learner rank on whichever node it is."""
-    parts = _learner_parts(config, num_weights, critic_weights, 1, expert_weights)
+    parts = _learner_parts(config, num_weights, critic_weights, 1, expert_weights, adapter_weights)
     return [replace(part, where=PER_RANK[HOST]) for part in parts if part.where == HOST]
 
 
@@ -126,7 +137,12 @@ def _buffer_part(ceiling: int, needed: int | None) -> Part:
 
 
 def _learner_parts(
-    config: Config, num_weights: int | None, critic_weights: int | None, ranks: int, expert_weights: int
+    config: Config,
+    num_weights: int | None,
+    critic_weights: int | None,
+    ranks: int,
+    expert_weights: int,
+    adapter_weights: int | None,
 ) -> Iterator[Part]:
     learner = config.learner
     yield Part(
@@ -134,7 +150,9 @@ def _learner_parts(
     )
     if num_weights is None:
         return
-    for model in _models(config, num_weights, critic_weights, expert_weights):
+    trained = _trained(config, num_weights if adapter_weights is None else adapter_weights, critic_weights)
+    has_adapters = adapter_weights is not None
+    for model in _models(config, num_weights, trained, expert_weights, has_adapters=has_adapters):
         is_on_gpu = learner.gpus > 0 and not model.is_offloaded
         count = 1 if is_on_gpu else ranks
         num_bytes = int(model.num_weights * model.bytes_per_weight / (learner.tp * learner.pp)) * count
@@ -149,7 +167,7 @@ def _learner_parts(
         num_bytes = num_kept * item * num_weights // learner.num_ranks * count
         where = LEARNER_GPU if learner.gpus else HOST
         yield Part(where, SNAPSHOTS, num_bytes, rule + (f" x {ranks} ranks" if count > 1 else ""))
-    for name, size in _trained(config, num_weights, critic_weights).items():
+    for name, size in trained.items():
         rule = f"weight and moments {SNAPSHOT_BYTES} bytes x {size / 1e9:.3g} G weights"
         num_bytes = SNAPSHOT_BYTES * size * ranks // learner.num_ranks
         rule += f" x {ranks} of {learner.num_ranks} ranks" if ranks < learner.num_ranks else ""
@@ -168,7 +186,7 @@ class _Model:
 
 
 def _models(
-    config: Config, num_weights: int, critic_weights: int | None, expert_weights: int
+    config: Config, num_weights: int, trained: dict[str, int], expert_weights: int, *, has_adapters: bool
 ) -> Iterator[_Model]:
     learner = config.learner
     # Of tp shares: a rank has 1 / tp of the rest, and 1 / (ep x etp) of the experts.
@@ -191,22 +209,23 @@ def _models(
     if learner.offload and learner.gpus and not is_sharded:  # gradients go to the host's AdamW
         state = (MAIN_BYTES + MOMENT_BYTES + GRADIENT_BYTES) / shards
         optimizer = f"optimizer {MAIN_BYTES + MOMENT_BYTES} + gradient {GRADIENT_BYTES}{cut}"
-    for name, size in _trained(config, num_weights, critic_weights).items():
+    for name, size in trained.items():
         if learner.offload:
             yield _Model(f"{name} and its gradient", size, held, f"{weights} bytes", is_sharded)
             yield _Model(f"optimizer of the {name}", size, state, f"{optimizer} bytes", is_offloaded=True)
         else:
             yield _Model(f"{name} and its optimizer", size, held + state, f"{weights} + {optimizer} bytes")
-    if config.algorithm.kl.coef > 0:
+    if has_adapters or config.algorithm.kl.coef > 0:
+        name = "model" if has_adapters else "reference policy"
         reference = kept * item / (shards if is_sharded else 1)
         told = "" if kept == 1 else f" x {kept:.3g} with ep {learner.ep}"
-        yield _Model("reference policy", num_weights, reference, f"weight {item}{shared}{told} bytes")
+        yield _Model(name, num_weights, reference, f"weight {item}{shared}{told} bytes")
 
 
-def _trained(config: Config, num_weights: int, critic_weights: int | None) -> dict[str, int]:
+def _trained(config: Config, policy_weights: int, critic_weights: int | None) -> dict[str, int]:
     """Return the number of weights of each model that is trained."""
     has_critic = config.algorithm.advantage in WITH_VALUES and critic_weights is not None
-    return {"policy": num_weights} | ({"critic": critic_weights} if has_critic and critic_weights else {})
+    return {"policy": policy_weights} | ({"critic": critic_weights} if has_critic and critic_weights else {})
 
 
 def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> Iterator[Part]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from asyncrl.core.config.tree import Config
 from asyncrl.core.files.weight_files import read_shapes
 from asyncrl.planner import named_models
+from weight_sync.encoding.low_rank import factor_shapes
 from weight_sync.protocol.swap_scheduler import max_loads
 
 SHM_DIR = Path("/dev/shm")
@@ -94,7 +95,7 @@ def _count_versions(config: Config, num_versions: int, rule: str, num_shares: in
     num_weights = count_weights(config.model.path)
     if num_weights is None:
         return None
-    version_bytes = num_weights * ITEM_BYTES[config.model.dtype]
+    version_bytes = (count_adapters(config) or num_weights) * ITEM_BYTES[config.model.dtype]
     return SharedMemory(
         num_weights, version_bytes, num_versions, f"{rule} x {version_bytes / GB:.3g} GB", num_shares
     )
@@ -104,6 +105,25 @@ def free_bytes() -> int:
     """Return what this host's shared memory has left."""
     stats = os.statvfs(SHM_DIR)
     return stats.f_bavail * stats.f_frsize
+
+
+def count_adapters(config: Config) -> int | None:
+    """Return the number of weights of the adapters, None without any or if it is not known."""
+    if not config.model.lora.rank:
+        return None
+    shapes = shapes_of(config.model.path)
+    return (
+        sum(math.prod(shape) for shape in factor_shapes(shapes, config.model.lora).values())
+        if shapes
+        else None
+    )
+
+
+def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a folder's tensors, or of a named model's matrices; none if they are not known."""
+    if Path(path).exists():
+        return read_shapes(Path(path))
+    return dict(named_models.tensor_shapes(named_models.find_table(path) or {}, has_head=True))
 
 
 def count_weights(path: str, without: Container[str] = ()) -> int | None:

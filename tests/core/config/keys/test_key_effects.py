@@ -416,6 +416,22 @@ SHOWN_BY: Mapping[str, tuple[str, str]] = {
         "tests/pretended_gpu/learner/test_te_layers.py",
         "test_layers_of_transformer_engine_are_taken_where_they_are_asked_for_and_can_run",
     ),
+    "model.lora.alpha": (
+        "tests/learner/lora/test_adapter_arithmetic.py",
+        "test_updates_of_adapters_are_those_of_peft",
+    ),
+    "model.lora.path": (
+        "tests/learner/lora/test_adapter_arithmetic.py",
+        "test_an_adapter_that_peft_saved_is_trained_on",
+    ),
+    "model.lora.rank": (
+        "tests/learner/lora/test_adapter_arithmetic.py",
+        "test_an_adapter_that_does_not_fit_is_refused",
+    ),
+    "model.lora.targets": (
+        "tests/learner/lora/test_adapter_arithmetic.py",
+        "test_an_adapter_that_peft_saved_is_trained_on",
+    ),
     "learner.overlap": (
         "tests/learner/backends/test_parallel.py",
         "test_two_ranks_train_as_one_process_does",

@@ -1,0 +1,1 @@
+"""Low-rank adapters: their modules and first values, and folders of PEFT."""
