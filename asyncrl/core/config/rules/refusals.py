@@ -50,8 +50,7 @@ _REPLAY = (
 )
 _STAGE = (
     "weights are always staged",
-    "Leave it out: they arrive in shared memory beside the engine while generation goes on. Receiving "
-    "them inside the engine while it pauses (stage: false) is not there yet",
+    "Leave it out: they arrive in shared memory beside the engine while generation goes on",
 )
 _QUANTIZED = (
     "only an engine's weights are quantised",
