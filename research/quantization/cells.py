@@ -46,7 +46,6 @@ def settings_of(cell: Cell, num_steps: int, task: Path, folder: Path) -> list[st
         "staleness.max_lag": cell.max_lag,
         "staleness.ready_batches": cell.max_lag + 1,
         "learner.steps": num_steps,
-        "eval.every_steps": num_steps,
         "checkpoint.every_steps": num_steps,
         "buffer.journal": "none",
     }

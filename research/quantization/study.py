@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.harness.options import Verdict, end_on_sigterm, judge, make_parser, report
 from research.quantization.cells import CELLS, measure
 
-NUM_STEPS, NUM_QUICK_STEPS = 300, 8
+NUM_STEPS, NUM_QUICK_STEPS = 150, 8
 TARGET = 0.95
 
 
