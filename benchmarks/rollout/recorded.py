@@ -22,7 +22,7 @@ from asyncrl.cli.audit.report import opened_past
 from asyncrl.core.experience import Trajectory, decode_group
 from rollout_service.gateway.conversation.transcript import common_prompt
 
-RECORDED = Path(__file__).with_name("recorded_sessions.json")
+RECORDED = Path(__file__).parent / "traces/recorded_sessions.json"
 MAX_BYTES = 64 << 10
 Turns = list[tuple[float, float]]
 """Of a session: tokens of each answer, and of the observation after it."""

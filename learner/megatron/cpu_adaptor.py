@@ -70,9 +70,9 @@ def install() -> None:
     modules = [m for n, m in list(sys.modules.items()) if n.startswith("megatron.core") and m is not None]
     unadapted = [module for module in modules if module.__dict__.get("torch") is torch]
     if unadapted:
-        stand_in = _TorchOnCpu()
+        stand_in, of_experts = _TorchOnCpu(_CudaOfCpu()), _TorchOnCpu(_CudaWithoutStreams())
         for module in unadapted:
-            module.__dict__["torch"] = stand_in
+            module.__dict__["torch"] = of_experts if ".moe." in module.__name__ else stand_in
         _rebind_rng()
         _rebind_token_counts()
 
@@ -97,7 +97,7 @@ def cuda_type_names(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
 class _TorchOnCpu(types.ModuleType):
     """Stand-in that modules of `megatron.core` see as `torch`."""
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: _CudaOfCpu) -> None:
         super().__init__("torch")
         # A copy of the names: a lookup costs what it costs in the real module.
         self.__dict__.update(
@@ -105,7 +105,7 @@ class _TorchOnCpu(types.ModuleType):
         )
         for name in _FACTORIES:
             setattr(self, name, _on_cpu(getattr(torch, name)))
-        self.cuda = _CudaOfCpu()
+        self.cuda = cuda
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch, name)
@@ -123,10 +123,6 @@ class _CudaOfCpu(types.ModuleType):
         self.manual_seed = torch.manual_seed
         self.get_rng_state = lambda *_: torch.get_rng_state()
         self.set_rng_state = lambda state, *_: torch.set_rng_state(state)
-        # Experts' counts are copied to the host on a stream of their own.
-        self.Stream = self.Event = _NoStream
-        self.current_stream = lambda *_: _NoStream()
-        self.stream = lambda *_: contextlib.nullcontext()
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch.cuda, name)
@@ -136,8 +132,16 @@ def _do_nothing(*_: object, **__: object) -> None:
     return None
 
 
-class _NoStream:
-    """A stream, and an event, of a machine without streams."""
+class _CudaWithoutStreams(_CudaOfCpu):
+    """The same for modules of experts: they copy counts to the host on a stream of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.Stream = self.Event = self.current_stream = self.stream = lambda *_: _NoStream()
+
+
+class _NoStream(contextlib.nullcontext[None]):
+    """A stream, the block of one, and an event, of a machine without streams."""
 
     wait_stream = wait_event = synchronize = wait = record = _do_nothing
 

@@ -105,7 +105,6 @@ class Engine:
             else:
                 wrapped = self._prepare_updates()
             self._schedule = make_schedule(wrapped, self._transformer, self._groups, config, model_path)
-            self.shares_prompts = self._schedule.shares_prompts
         except BaseException:  # a process without a learner must not stay in the groups
             self._groups.stop()
             raise
@@ -121,6 +120,10 @@ class Engine:
     @property
     def num_copies(self) -> int:
         return self._parallelism.num_copies
+
+    @property
+    def shares_prompts(self) -> bool:
+        return self._schedule.shares_prompts
 
     @property
     def num_updates(self) -> int:

@@ -65,7 +65,13 @@ def load(engine: Any, number: int) -> dict[str, torch.Tensor]:
     names = ("embedding.weight", "middle.weight", "last.weight")
     tensors = {name: torch.randn(SHAPE, generator=generator) for name in names}
     version = PolicyVersion(number, number)
-    with stage(SimpleNamespace(named_parameters=tensors.items), version) as staged:  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(
+        named_parameters=tensors.items,
+        named_buffers=tuple,
+        state_dict=dict,
+        config=SimpleNamespace(model_type="qwen3"),
+    )
+    with stage(model, version) as staged:
         engine._load(number, list(open_tensors(staged)))
     return tensors
 

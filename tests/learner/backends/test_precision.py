@@ -83,7 +83,10 @@ def test_gradients_of_many_microbatches_in_bfloat16_are_added_in_float32(model, 
     batch = build_batch([replace(row, trajectories=row.trajectories * (1 + NUM_SMALL))], 0, {1: 0})
     num_tokens, norms = row.num_tokens, []
     for small in (0.0, 2.0**-9):
-        backend, weights = OPENERS[name](model, dtype="bfloat16", max_tokens_per_microbatch=num_tokens), []
+        backend, weights = (
+            OPENERS[name](model, dtype="bfloat16", max_tokens_per_microbatch=num_tokens, shared_prompt="off"),
+            [],
+        )
 
         def loss(logprobs_N, entropy_N, microbatch, weights=weights, small=small):
             weights.append(small if weights else 1.0)

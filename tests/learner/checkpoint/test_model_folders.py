@@ -20,6 +20,7 @@ from learner.checkpoint.pretrained import PretrainedTensors, write_folder
 from learner.fsdp2.model import language_model
 from learner.fsdp2.model.stored_weights import StoredWeights
 from learner.megatron import convert
+from tests.different import as_saved
 from tests.learner.parts.samples import KINDS, save_model
 
 TIED, UNTIED = "qwen2_tied", "qwen3"
@@ -45,7 +46,7 @@ def test_an_export_in_several_files_is_the_model_for_transformers_and_for_us(
     source = save_model(tmp_path / "source", kind)
     stored = PretrainedTensors(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    names = [name for name, _ in model.named_parameters()]
+    names = list(as_saved(dict(model.named_parameters()), model.config.model_type))
     tensors = [(name, stored.read(name).clone()) for name in names]
     largest = max(tensor.nbytes for _, tensor in tensors)
     monkeypatch.setattr(pretrained, "MAX_FILE_BYTES", largest)
@@ -57,7 +58,10 @@ def test_an_export_in_several_files_is_the_model_for_transformers_and_for_us(
     index = json.loads((target / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(names)
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in tensors)
-    loaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).state_dict()
+    loaded = as_saved(
+        AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).state_dict(),
+        model.config.model_type,
+    )
     ours = PretrainedTensors(target)
     for name, tensor in tensors:
         assert torch.equal(loaded[name], tensor) and torch.equal(ours.read(name), tensor)

@@ -25,7 +25,7 @@ from learner.report import Stopwatch, make_efficiency
 from rollout_service.evaluation.statistics import Judged, JudgedPrompt, tally_prompts
 from tests.buffer.ledger.parts.ledger_runs import Run
 from tests.learner.guard.guarded_run import Faults, running
-from tests.learner.parts.samples import make_groups
+from tests.learner.parts.samples import make_groups, save_model
 from tests.learner.parts.training import open_backend, open_objective, take_step, take_streamed_step
 from tests.statuses import statuses_of
 from tests.weight_sync.cluster import Cluster, running_cluster
@@ -69,6 +69,9 @@ def step_rows(model: Path) -> dict[str, dict[str, float]]:
             stages = watch.read()
             num_tokens = sum(group.num_tokens for group in GROUPS)
             rows[name] = row | stages | efficiency.describe(row, stages, num_tokens)
+        experts = open_backend(save_model(model.parent / "experts", "qwen3_moe"))
+        routed = stack.enter_context(contextlib.closing(experts))
+        rows["experts"] = take_step(Models(routed), open_objective(), GROUPS, Stopwatch())
         rows["streamed"] = take_streamed_step(Models(policy), open_objective(), GROUPS)
     return rows
 

@@ -107,7 +107,7 @@ def test_utilisation_is_the_flops_of_what_was_computed_over_what_the_devices_cou
     )
     assert unknown_names(found) == {}
     adapters = Efficiency(TINY, 1e9, 2, has_adapters=True)  # matrices get no gradient
-    found = adapters.describe({"perf/attention_pairs": 400.0}, stages, 100)
+    found = adapters.describe(work, stages, 100)
     assert found["perf/mfu/actor"] == pytest.approx(2 * forward / (0.5 * 2e9))
 
 

@@ -243,7 +243,7 @@ def looping_calls(count: int) -> str:
 
 
 def test_a_call_that_used_up_its_time_is_the_last_of_its_turn():
-    make = ToolUse({"python": {"timeout_s": 0.1}})
+    make = ToolUse({"python": {"timeout_s": 1.0}})
     found = asyncio.run(make(None, 0).step(looping_calls(4)))  # type: ignore[arg-type]
     first, *others = [message["content"] for message in found.observation]  # type: ignore[index]
     assert first.startswith("error: it took")
