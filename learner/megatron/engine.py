@@ -60,6 +60,8 @@ class _Progress:
 class Engine:
     """A model in process groups, trained or frozen; base of the two backends."""
 
+    shares_prompts = False
+
     def __init__(
         self,
         model_path: Path,
@@ -105,6 +107,7 @@ class Engine:
             else:
                 wrapped = self._prepare_updates()
             self._schedule = make_schedule(wrapped, self._transformer, self._groups, config, model_path)
+            self.shares_prompts = self._schedule.shares_prompts
         except BaseException:  # a process without a learner must not stay in the groups
             self._groups.stop()
             raise
@@ -120,10 +123,6 @@ class Engine:
     @property
     def num_copies(self) -> int:
         return self._parallelism.num_copies
-
-    @property
-    def shares_prompts(self) -> bool:
-        return self._schedule.shares_prompts
 
     @property
     def num_updates(self) -> int:
