@@ -60,3 +60,19 @@ def loss(
     per_token_N = -(rewards_N * logprobs_N + 0.01 * entropy_N) * microbatch.loss_mask_N
     total = per_token_N.sum() / microbatch.totals.num_tokens
     return total, {"actor/pg_loss": total.detach()}
+
+
+def save_plain(folder: Path, hidden_size: int, num_layers: int, vocab_size: int) -> int:
+    """Write a Qwen3 whose embedding and output projection are separate; return its number of parameters."""
+    return save_qwen3(
+        folder,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 64,
+        num_key_value_heads=hidden_size // 128,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )

@@ -23,7 +23,7 @@ import torch
 from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.experience import Group
 from benchmarks.harness.options import Verdict, judge, report
-from benchmarks.learner.inputs import loss, make_trajectory, save_qwen3
+from benchmarks.learner.inputs import loss, make_trajectory, save_plain
 from benchmarks.learner.packing import FIRST_MOMENT_DECAY, NO_CLIPPING, compare, read_gradients
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, build_batch
@@ -66,7 +66,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
-            _save_model(Path(folder), sizes)
+            save_plain(Path(folder), sizes.hidden_size, sizes.num_layers, sizes.vocab_size)
             found = [one for name in sizes.backends for one in _measure_backend(name, Path(folder), sizes)]
     finally:
         torch.set_num_threads(num_threads)
@@ -132,20 +132,6 @@ def _open(name: str, folder: Path, shared_prompt: Any) -> Any:
         grad_clip=NO_CLIPPING,
     )
     return BACKENDS[name](folder, section, Placement(), dtype="float32")
-
-
-def _save_model(folder: Path, sizes: Sizes) -> None:
-    save_qwen3(
-        folder,
-        vocab_size=sizes.vocab_size,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=3 * sizes.hidden_size,
-        num_hidden_layers=sizes.num_layers,
-        num_attention_heads=sizes.hidden_size // 64,
-        num_key_value_heads=sizes.hidden_size // 128,
-        head_dim=64,
-        max_position_embeddings=4096,
-    )
 
 
 def table(results: dict[str, Any]) -> str:

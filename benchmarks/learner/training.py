@@ -34,7 +34,7 @@ from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.experience import Group
 from benchmarks.harness.options import Verdict, judge, make_parser, report
 from benchmarks.learner import shared_prompt, verl_loss
-from benchmarks.learner.inputs import make_trajectory, save_qwen3
+from benchmarks.learner.inputs import make_trajectory, save_plain
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, build_batch
 from learner.megatron.backend import MegatronBackend
@@ -116,7 +116,7 @@ def measure_steps(shape: Shape, sizes: Sizes) -> list[dict[str, Any]]:
 
 def _measure_step(shape: Shape, lengths: str, batch: PackedBatch) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
-        num_parameters = save_model(Path(folder), shape)
+        num_parameters = save_plain(Path(folder), shape.hidden_size, shape.num_layers, shape.vocab_size)
         section = LearnerSection(lr=LR, betas=BETAS, grad_clip=GRAD_CLIP)
         backend = MegatronBackend(Path(folder), section, Placement(), dtype="float32")
         sides: dict[str, Step] = {
@@ -170,22 +170,6 @@ def make_batch(shape: Shape, sizes: Sizes, lengths: str, seed: int = 0) -> Packe
         for ticket, pair in enumerate(num_response.reshape(-1, 2))
     ]
     return build_batch(groups, 0, {1: 0})
-
-
-def save_model(folder: Path, shape: Shape) -> int:
-    """Write a Qwen3 with random weights and return the number of its parameters."""
-    return save_qwen3(
-        folder,
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=3 * shape.hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.hidden_size // 64,
-        num_key_value_heads=shape.hidden_size // 128,
-        head_dim=64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    )
 
 
 def loss(
