@@ -154,7 +154,7 @@ class BackendFacts:
 
     Attributes:
         policy, value: `module:class` of its policy and of its critic, imported by the learner alone.
-        takes_any_model: Whether it trains any Hugging Face model; else those of `core.config.models`.
+        takes_any_model: Whether it trains any Hugging Face model; else those of `asyncrl.models`.
         shards_weights: Whether its ranks share weights and gradients too, in fp32; `learner.offload` moves
             them to the host as well then.
         lacks: Options of `learner` without effect for it: `name`, or `name: value` for one value.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.models.architectures import ModelSize
 from asyncrl.planner.plan.footprint.shared_memory import count_weights
 from asyncrl.planner.plan.footprint.sizes import count_held_weights
 from asyncrl.planner.plan.footprint.version_cost import ASSUMED_WEIGHTS, VersionCost

@@ -27,10 +27,10 @@ if not torch.cuda.is_available():
 import numpy as np
 
 from asyncrl.core.config.load import load_config
-from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
 from asyncrl.core.experience import Group
 from asyncrl.core.variants import backend_names
+from asyncrl.models.architectures import ModelSize
 from asyncrl.planner.plan.footprint.memory import LEARNER_GPU, count_parts
 from asyncrl.planner.plan.footprint.sizes import estimate_activations
 from benchmarks.gpu.frame import find_device, make_part_parser, measure_peak, run_part, time_call

@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.core.experience import Trajectory
 from asyncrl.core.staleness import Span
-from asyncrl.planner.named_models import NAMED_MODELS
+from asyncrl.models.named_models import NAMED_MODELS
 from learner.batching.batch import PackedBatch
 
 _SIZES = ("0.6B", "1.7B", "4B", "8B")

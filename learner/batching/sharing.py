@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.core.config.models.architectures import EXPERT_KEYS
 from asyncrl.core.config.tree import LearnerSection
+from asyncrl.models.architectures import EXPERT_KEYS
 
 log = logging.getLogger(__name__)
 

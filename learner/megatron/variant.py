@@ -6,9 +6,9 @@ Imports neither torch nor Megatron-core: `plan` reads it.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from asyncrl.core.config.models.architectures import Experts
 from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.variants import BackendFacts
+from asyncrl.models.architectures import Experts
 
 if TYPE_CHECKING:
     from learner.backend import LearnerBackend, ValueBackend

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.core.config.models.architectures import ModelSize
+from asyncrl.models.architectures import ModelSize
 from learner.algorithms.diagnostics.summary import PER_TOKEN, per_token_metrics
 
 PEAK_TFLOPS = {

@@ -17,7 +17,14 @@ from tests.setup.suite.core_alone import OF_A_RUN
 
 ROOT = Path(__file__).resolve().parents[2]
 UV = str(Path(sys.executable).with_name("uv"))
-CORE = ("tests/core", "tests/buffer/ledger", "tests/buffer/rules", "tests/planner", "tests/cli")
+CORE = (
+    "tests/core",
+    "tests/models",
+    "tests/buffer/ledger",
+    "tests/buffer/rules",
+    "tests/planner",
+    "tests/cli",
+)
 OTHERS = ("3.12", "3.13")
 LEAST_PASSED = 1_900
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from asyncrl.buffer.composition import ledger_settings, max_group_bytes
 from asyncrl.buffer.journals.kind import journal_kind
 from asyncrl.core.config.gpus import memory_share
-from asyncrl.core.config.models.architectures import ModelSize, read_max_positions
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import engine_facts
-from asyncrl.planner.named_models import find_table
+from asyncrl.models.architectures import ModelSize, read_max_positions
+from asyncrl.models.named_models import find_table
 from asyncrl.planner.plan import derived, machine, names
 from asyncrl.planner.plan.footprint import capacity, memory, shared_memory, sizes
 from asyncrl.planner.plan.footprint.capacity import Capacity

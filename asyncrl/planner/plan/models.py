@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.core.config.models.architectures import Experts, find_unsupported
-from asyncrl.core.config.models.divisibility import find_uneven_cuts
 from asyncrl.core.config.tree import Config, LearnerSection
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import backend_facts, backend_names, function
-from asyncrl.planner.named_models import find_table, tensor_shapes
+from asyncrl.models.architectures import Experts, find_unsupported
+from asyncrl.models.divisibility import find_uneven_cuts
+from asyncrl.models.named_models import find_table, tensor_shapes
 from asyncrl.planner.plan.folders import find_bad_weights, find_missing_tokenizer
 from asyncrl.planner.plan.footprint.shared_memory import shapes_of
 from asyncrl.planner.plan.prepare import is_builtin, is_hub_id, reward_model

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from asyncrl.core.config.models.architectures import FAMILIES, ExpertNames
+from asyncrl.models.architectures import FAMILIES, ExpertNames
 from learner.checkpoint.pretrained import PretrainedTensors
 
 _EXPERTS = ".experts."

@@ -18,7 +18,9 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
-from asyncrl.core.config.models.architectures import (
+from asyncrl.core.config.tree import LearnerSection
+from asyncrl.core.errors import ConfigError
+from asyncrl.models.architectures import (
     FAMILIES,
     Family,
     ModelSize,
@@ -26,9 +28,7 @@ from asyncrl.core.config.models.architectures import (
     read_rope,
     rope_type_of,
 )
-from asyncrl.core.config.models.divisibility import find_uneven_cuts, pad_vocabulary
-from asyncrl.core.config.tree import LearnerSection
-from asyncrl.core.errors import ConfigError
+from asyncrl.models.divisibility import find_uneven_cuts, pad_vocabulary
 from learner.megatron.model.experts import FamilyConfig, describe_experts
 
 _RECOMPUTE: dict[str, dict[str, object]] = {

@@ -20,10 +20,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 
-from asyncrl.core.config.models.architectures import ExpertNames, Experts, Family
 from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import backend_facts, function
+from asyncrl.models.architectures import ExpertNames, Experts, Family
 
 _EXPERTS, _ROUTER = ".experts.", "mlp.router.weight"
 

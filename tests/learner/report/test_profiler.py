@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.metrics import unknown_names
+from asyncrl.models.architectures import ModelSize
 from learner.report import Efficiency, ProfilerWindow, Stopwatch, make_efficiency
 from learner.report.efficiency import read_model_size
 from tests.learner.parts.samples import KINDS, MIXTURES, save_model

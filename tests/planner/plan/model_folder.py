@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from asyncrl.core.files.weight_files import WEIGHTS
-from asyncrl.planner.named_models import tensor_shapes
+from asyncrl.models.named_models import tensor_shapes
 
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 SIZES = {

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from asyncrl.control.machine.resources import count_gpus
-from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.models.architectures import ModelSize
 from asyncrl.planner import plan
 from asyncrl.planner.plan import checks
 from asyncrl.planner.plan.footprint import capacity, sizes

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from asyncrl.cli.app import app
 from asyncrl.cli.reports.prediction import Asked, print_comparison, read_rates
 from asyncrl.core.config.load import dump_resolved
-from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.errors import ConfigError, DataError
+from asyncrl.models.architectures import ModelSize
 from asyncrl.planner.hardware import GPUS, assume_rates
 from asyncrl.planner.rates import ASSUMED
 from asyncrl.planner.sweep import Choice, recommend, sweep

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from asyncrl.core.config.models.architectures import FAMILIES
 from asyncrl.core.variants import (
     backend_names,
     engine_names,
@@ -18,6 +17,7 @@ from asyncrl.core.variants import (
     rewards,
     sink_names,
 )
+from asyncrl.models.architectures import FAMILIES
 from learner.algorithms.presets import make_corrections
 from rollout_service.environments.registry import BUILT_IN as ENVIRONMENTS
 from tests.setup.lint.test_circles import ROOT, find_modules
@@ -30,7 +30,7 @@ NAMES = frozenset(
     }
 )
 REGISTRIES = {
-    "asyncrl.core.config.models.architectures",
+    "asyncrl.models.architectures",
     "learner.algorithms.presets",
     "learner.algorithms.variants",
     "rollout_service.environments.registry",

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncrl.core.config.gpus import USABLE
-from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
+from asyncrl.models.architectures import ModelSize
 from asyncrl.planner.plan.footprint.memory import (
     GB,
     ITEM_BYTES,

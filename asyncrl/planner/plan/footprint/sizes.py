@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
+from asyncrl.models.architectures import ModelSize
 from asyncrl.planner.plan.footprint.memory import (
     BUFFER,
     ENGINE_CORES,

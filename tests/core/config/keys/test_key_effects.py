@@ -30,9 +30,9 @@ from asyncrl.control.ray.inventory import needed_paths
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sinks.opening import check_sinks, open_sinks
 from asyncrl.control.roster import Roster
-from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
 from asyncrl.core.service import ServiceContext
+from asyncrl.models.architectures import ModelSize
 from asyncrl.planner.plan import checks, choose_backend, derived, machine
 from asyncrl.planner.plan.footprint import estimate
 from asyncrl.planner.plan.footprint.memory import count_parts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.core.config.models.architectures import ModelSize
-from asyncrl.planner.named_models import count_weights, tensor_shapes
+from asyncrl.models.architectures import ModelSize
+from asyncrl.models.named_models import count_weights, tensor_shapes
 from asyncrl.planner.plan.footprint.sizes import count_expert_weights, count_held_weights
 from tests.rollout.engine.engine_parts import sent_tensors
 from tests.rollout.engine.families import CONFIGS, PLAIN, WIDTHS, Form

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.core.config.models.architectures import ModelSize, find_unsupported, read_max_positions
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.models.architectures import ModelSize, find_unsupported, read_max_positions
+from asyncrl.models.named_models import NAMED_MODELS, count_weights, find_table
 from asyncrl.planner import plan
-from asyncrl.planner.named_models import NAMED_MODELS, count_weights, find_table
 from asyncrl.planner.plan.footprint import shared_memory
 from asyncrl.planner.plan.footprint.memory import LEARNER_GPU, ROLLOUT_GPU
 from asyncrl.planner.plan.models import table_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Mapping
 
-from asyncrl.core.config.models.architectures import (
+from asyncrl.models.architectures import (
     FAMILIES,
     ExpertNames,
     Family,

@@ -1,1 +1,0 @@
-"""Models: architectures, sizes, and how a model may be cut over ranks."""
