@@ -11,10 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 ROPE_TYPES = ("default", "llama3")
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_PLAIN_FORM = {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False, "attention_bias": False}
+_PLAIN_FORM = {"use_sliding_window": False, "mlp_bias": False, "attention_bias": False}
+_FOREIGN = {
+    "attn_logit_softcapping": "it caps the logits of attention",
+    "final_logit_softcapping": "it caps its logits",
+    "kv_lora_rank": "its attention is latent (MLA)",
+    "layer_types": "its layers are of several kinds",
+    "no_rope_layers": "some of its layers have no rotary positions",
+    "logits_scaling": "it scales its logits and residuals",
+    "partial_rotary_factor": "it rotates a part of each head",
+    "query_pre_attn_scalar": "it scales its queries otherwise",
+}
+"""Keys of a `config.json` that tell of a feature which no record has; plain values are as if not there."""
+_PLAIN_VALUES: Mapping[str, object] = {"partial_rotary_factor": 1.0, "logits_scaling": 1.0}
+ADDING = f"A family that differs from Llama in no more than a `Family` can say needs its record in {__name__}"
 
 
 @dataclass(frozen=True)
@@ -34,17 +48,36 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class Family:
-    """Differences of a family from Llama: biases, or norms, of queries and keys (and biases of values)."""
+    """Differences of a family from Llama.
+
+    Attributes:
+        has_qkv_bias: Biases of queries, keys and values. has_qk_norm: Norms of each head's queries and keys.
+        activation: Of the gate, as `hidden_act` names it.
+        has_centred_norms: Norms multiply by one more than their weight.
+        scales_embedding: By the root of the hidden size.
+        is_tied: Whether a `config.json` that does not say it means a tied embedding.
+        is_fused: Whether a checkpoint has q, k and v in one matrix, and gate and up in another.
+    """
 
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    has_centred_norms: bool = False
+    scales_embedding: bool = False
+    is_tied: bool = False
+    is_fused: bool = False
     experts: ExpertNames | None = None
 
 
 FAMILIES = {
     "llama": Family(),
+    "mistral": Family(),
     "qwen2": Family(has_qkv_bias=True),
     "qwen3": Family(has_qk_norm=True),
+    "phi3": Family(is_fused=True),
+    "gemma": Family(
+        activation="gelu_pytorch_tanh", has_centred_norms=True, scales_embedding=True, is_tied=True
+    ),
     "qwen3_moe": Family(has_qk_norm=True, experts=ExpertNames()),
     "mixtral": Family(experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", normalises=True)),
 }
@@ -135,21 +168,44 @@ def find_unsupported(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield (problem, hint) for what of a Hugging Face `config.json` is not supported."""
     family = FAMILIES.get(str(table.get("model_type")))
     names = ", ".join(name for name, known in FAMILIES.items() if known.experts)
+    yield from _find_foreign(table)
     experts = next((key for key in EXPERT_KEYS if table.get(key)), None)
     if experts is not None and (family is None or family.experts is None):
         yield f"{experts}: {table[experts]}: these experts are not supported", f"Choose one of {names}"
     elif experts is not None and table.get("num_experts_per_tok") == 1:
         yield "num_experts_per_tok: 1 is not supported: its router gets no gradient", "Two or more are"
-    elif experts is not None and table.get("use_sliding_window") is None and table.get("sliding_window"):
-        yield f"sliding_window: {table['sliding_window']} is not supported", "Only sliding_window: null is"
     if family is None:
-        yield f"model_type '{table.get('model_type')}' is not supported", f"Supported: {', '.join(FAMILIES)}"
-    for key, wanted in _PLAIN_FORM.items():
+        hint = f"Supported: {', '.join(FAMILIES)}. {ADDING}"
+        yield f"model_type '{table.get('model_type')}' is not supported", hint
+        return
+    for key, wanted in (_PLAIN_FORM | {"hidden_act": family.activation}).items():
         if table.get(key, wanted) != wanted:
             yield f"{key}: {table[key]} is not supported", f"Only {key}: {wanted} is"
     rope_type = rope_type_of(table)
     if rope_type not in ROPE_TYPES:
         yield f"rope_type '{rope_type}' is not supported", f"Supported: {', '.join(ROPE_TYPES)}"
+
+
+def _find_foreign(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield (problem, hint) for features that would be left out without any sign of it."""
+    kind, hint = table.get("model_type"), "No record of a family can say that"
+    values = {**read_rope(table), **table}
+    for key, what in _FOREIGN.items():
+        found = values.get(key)
+        if key == "layer_types" and isinstance(found, Sequence):
+            found = [one for one in found if one != "full_attention"]
+        if found and found != _PLAIN_VALUES.get(key):
+            yield f"model_type '{kind}', {key}: {found} is not supported: {what}", hint
+    window, positions = table.get("sliding_window"), table.get("max_position_embeddings")
+    is_short = not isinstance(window, int) or not isinstance(positions, int) or window < positions
+    if window and is_short and table.get("use_sliding_window") is None:
+        yield f"sliding_window: {window} is not supported", "Only sliding_window: null is"
+
+
+def is_tied(table: Mapping[str, object]) -> bool:
+    """Return whether the output projection is the embedding."""
+    family = FAMILIES.get(str(table.get("model_type")), Family())
+    return bool(table.get("tie_word_embeddings", family.is_tied))
 
 
 def read_max_positions(table: Mapping[str, object]) -> int | None:

@@ -16,6 +16,7 @@ from asyncrl.models.architectures import (
     Family,
     ModelSize,
     find_unsupported,
+    is_tied,
 )
 
 Table = Mapping[str, object]
@@ -85,20 +86,23 @@ def tensor_shapes(table: Mapping[str, object], has_head: bool) -> Iterator[tuple
         return
     if any(find_unsupported(table)):
         return
-    hidden, vocabulary = size.hidden_size, (size.vocab_size, size.hidden_size)
-    queries, keys = size.num_heads * size.head_size, size.num_key_value_heads * size.head_size
+    vocabulary = (size.vocab_size, size.hidden_size)
+    family = FAMILIES[str(table["model_type"])]
     yield "model.embed_tokens.weight", vocabulary
-    if has_head and not table.get("tie_word_embeddings", False):
+    if has_head and not is_tied(table):
         yield "lm_head.weight", vocabulary
-    attention = (
-        ("self_attn.q_proj", (queries, hidden)),
-        ("self_attn.k_proj", (keys, hidden)),
-        ("self_attn.v_proj", (keys, hidden)),
-        ("self_attn.o_proj", (hidden, queries)),
-    )
     for index in range(size.num_layers):
-        for name, shape in (*attention, *_mlp_shapes(size, FAMILIES[str(table["model_type"])], index)):
+        for name, shape in (*_attention_shapes(size, family), *_mlp_shapes(size, family, index)):
             yield f"model.layers.{index}.{name}.weight", shape
+
+
+def _attention_shapes(size: ModelSize, family: Family) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield (name within the layer, shape) of the matrices of a layer's attention."""
+    hidden, queries = size.hidden_size, size.num_heads * size.head_size
+    keys = size.num_key_value_heads * size.head_size
+    parts = {"qkv": queries + 2 * keys} if family.is_fused else {"q": queries, "k": keys, "v": keys}
+    yield from ((f"self_attn.{part}_proj", (rows, hidden)) for part, rows in parts.items())
+    yield "self_attn.o_proj", (hidden, queries)
 
 
 def _mlp_shapes(size: ModelSize, family: Family, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -109,6 +113,10 @@ def _mlp_shapes(size: ModelSize, family: Family, layer: int) -> Iterator[tuple[s
         names, channels = family.experts, experts.size
         yield f"{names.block}.gate", (experts.num, hidden)
         blocks = [f"{names.block}.experts.{number}" for number in range(experts.num)]
+    if family.is_fused:
+        yield "mlp.gate_up_proj", (2 * channels, hidden)
+        yield "mlp.down_proj", (hidden, channels)
+        return
     for block in blocks:
         yield f"{block}.{names.gate}", (channels, hidden)
         yield f"{block}.{names.up}", (channels, hidden)

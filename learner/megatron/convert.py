@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 
+from asyncrl.models.architectures import Family
 from learner.lora.factors import CHILD
 from learner.megatron.groups import RankGroups
 from learner.megatron.model import experts
@@ -40,6 +41,10 @@ _DIRECT = {
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
     "value_head.weight": "score.weight",
+}
+_FUSED_NAMES = {
+    "self_attention.linear_qkv.weight": "self_attn.qkv_proj.weight",
+    "mlp.linear_fc1.weight": "mlp.gate_up_proj.weight",
 }
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _CUT_DIMENSION = {
@@ -238,13 +243,19 @@ def _read_part(
     prefix, inner = _split_layer(name)
     if inner in _QKV:
         kind = inner.rpartition(".")[2]
-        q, k, v = (read(f"{prefix}self_attn.{part}_proj.{kind}").chunk(size)[rank] for part in "qkv")
+        if (fused := fused_name(name, config)) is not None:
+            whole = _split_rows(read(fused), config)
+        else:
+            whole = [read(f"{prefix}self_attn.{part}_proj.{kind}") for part in "qkv"]
+        q, k, v = (part.chunk(size)[rank] for part in whole)
         assert config.num_query_groups is not None
         return fuse_qkv(q, k, v, config.num_query_groups // size)
     if inner == _GATE_UP:
-        return torch.cat(
-            [read(f"{prefix}mlp.{part}_proj.weight").chunk(size)[rank] for part in ("gate", "up")]
-        )
+        if (fused := fused_name(name, config)) is not None:
+            whole = list(read(fused).chunk(2))
+        else:
+            whole = [read(f"{prefix}mlp.{part}_proj.weight") for part in ("gate", "up")]
+        return torch.cat([part.chunk(size)[rank] for part in whole])
     dimension = cut_dimension(name)
     names = experts.checkpoint_names(inner, config) or (_name_in_layer(inner),)
     whole = [read(prefix + one) for one in names]
@@ -252,10 +263,34 @@ def _read_part(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def fused_name(name: str, config: TransformerConfig) -> str | None:
+    """Return the one Hugging Face tensor of the fused parameter `name`, None where it has several."""
+    prefix, inner = _split_layer(name)
+    is_fused = isinstance(family := getattr(config, "family", None), Family) and family.is_fused
+    return prefix + _FUSED_NAMES[inner] if is_fused and inner in _FUSED_NAMES else None
+
+
+def _split_rows(fused: torch.Tensor, config: TransformerConfig) -> list[torch.Tensor]:
+    """Return q, k and v of a tensor that has one above the other."""
+    head_size, num_groups = config.kv_channels, config.num_query_groups
+    assert head_size is not None
+    assert num_groups is not None
+    heads = (config.num_attention_heads, num_groups, num_groups)
+    return list(fused.split([num * head_size for num in heads]))
+
+
 def to_hugging_face(
     name: str, full: torch.Tensor, config: TransformerConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the Hugging Face tensors that the full parameter `name` is made of."""
+    if (fused := fused_name(name, config)) is not None:
+        yield fused, torch.cat([part for _, part in parts_of(name, full, config)])
+    else:
+        yield from parts_of(name, full, config)
+
+
+def parts_of(name: str, full: torch.Tensor, config: TransformerConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield as `to_hugging_face`, a fused one by its parts, in the order of its rows."""
     if not name.startswith(_LAYER_PREFIX):
         yield _DIRECT[name], full
         return

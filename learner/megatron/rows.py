@@ -8,7 +8,9 @@ Invariant: the parts of all ranks cover each element of each Hugging Face tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -77,18 +79,31 @@ def row_runs(
     if name in convert.VOCABULARY and shape[0] > vocab_size:
         shape[0] = vocab_size
     full = torch.empty(shape, device="meta")
-    targets = [(hf, tuple(x.shape)) for hf, x in convert.to_hugging_face(name, full, config)]
+    targets = [(hf, tuple(x.shape)) for hf, x in convert.parts_of(name, full, config)]
     num_rows = local_shape[0]
-    if len(targets) == 3:  # q, k and v
-        return tuple(_qkv_runs(targets, config, rank, size))
-    if len(targets) == 2:  # gate above up, each this rank's share
-        half = num_rows // 2
-        return tuple(RowRun(i * half, half, *target, rank * half) for i, target in enumerate(targets))
+    if len(targets) > 1:
+        half, runs = num_rows // 2, _qkv_runs(targets, config, rank, size)
+        if len(targets) == 2:  # gate above up, each this rank's share
+            runs = (RowRun(i * half, half, *target, rank * half) for i, target in enumerate(targets))
+        fused = convert.fused_name(name, config)
+        return tuple(runs if fused is None else _join(fused, targets, runs))
     ((hf, hf_shape),) = targets
     if dimension == 1:
         return (RowRun(0, num_rows, hf, hf_shape, 0, rank * local_shape[1]),)
     first = rank * num_rows if dimension == 0 else 0
     return (RowRun(0, max(0, min(num_rows, hf_shape[0] - first)), hf, hf_shape, first),)
+
+
+def _join(
+    name: str, parts: Sequence[tuple[str, tuple[int, ...]]], runs: Iterable[RowRun]
+) -> Iterator[RowRun]:
+    """Yield `runs` of `parts` as those of one tensor `name`, which has the parts one above the other."""
+    num_rows = [shape[0] for _, shape in parts]
+    firsts = dict(zip((part for part, _ in parts), itertools.accumulate(num_rows, initial=0), strict=False))
+    shape = (sum(num_rows), *parts[0][1][1:])
+    for run in runs:
+        row = firsts[run.name] + run.row
+        yield dataclasses.replace(run, name=name, shape=shape, row=row)
 
 
 def tensor_rank(name: str) -> tuple[int, int]:

@@ -110,7 +110,9 @@ def test_the_picture_of_the_architecture_is_current():
     assert (ROOT / "docs" / "architecture.svg").read_text() == drawn, told
 
 
-GENERATED = {ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "cli", "configuration", "metrics")}
+GENERATED = {
+    ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "cli", "configuration", "families", "metrics")
+}
 TEXTS = sorted((ROOT / "benchmarks" / "results" / "texts").glob("*.md"))
 MAX_WORDS = 30_000
 

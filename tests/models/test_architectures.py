@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from asyncrl.models.architectures import ModelSize
+from asyncrl.models.architectures import ModelSize, find_unsupported, is_tied
 from asyncrl.models.named_models import count_weights, tensor_shapes
 from asyncrl.planner.plan.footprint.sizes import count_expert_weights, count_held_weights
 from tests.rollout.engine.engine_parts import sent_tensors
@@ -18,6 +20,7 @@ FORMS = [
     for is_tied in (True, False)
     for width in (WIDTHS[:3] if family == "qwen2" else WIDTHS)
 ] + MIXTURES
+FORMS += [Form(family, is_tied=family == "gemma", vocab_size=87) for family in ("mistral", "phi3", "gemma")]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -28,6 +31,7 @@ def test_the_tensors_that_a_config_tells_of_are_those_of_the_model(form: Form) -
     assert told.items() <= there.items()
     matrices = {name for name, shape in there.items() if len(shape) == 2}
     assert matrices == set(told)
+    assert count_weights(model.config.to_dict()) == sum(math.prod(shape) for shape in there.values())
 
 
 @pytest.mark.parametrize("form", MIXTURES, ids=str)
@@ -45,5 +49,43 @@ def test_a_token_meets_some_of_the_experts_and_the_memory_holds_all(form: Form) 
 
 def test_a_model_that_is_not_supported_is_told_nothing_of() -> None:
     table = Form("qwen3", False, 87, PLAIN).build(seed=1).config.to_dict()
-    assert not dict(tensor_shapes(table | {"model_type": "gemma"}, has_head=True))
+    assert not dict(tensor_shapes(table | {"model_type": "gemma2"}, has_head=True))
     assert not dict(tensor_shapes({"model_type": "qwen3"}, has_head=True))
+
+
+def test_a_config_of_gemma_that_does_not_say_it_means_a_tied_embedding() -> None:
+    table = Form("gemma", is_tied=True, vocab_size=87).build(seed=1).config.to_dict()
+    del table["tie_word_embeddings"]
+    assert is_tied(table) and "lm_head.weight" not in dict(tensor_shapes(table, has_head=True))
+    assert not is_tied(table | {"model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sliding_window": 63, "max_position_embeddings": 64}, "sliding_window: 63 is not supported"),
+        ({"sliding_window": 63}, "sliding_window: 63 is not supported"),
+        ({"partial_rotary_factor": 0.5}, "rotates a part of each head"),
+        (
+            {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}},
+            "rotates a part of each head",
+        ),
+        ({"kv_lora_rank": 32}, "its attention is latent"),
+    ],
+)
+def test_a_feature_that_no_record_has_is_refused(changes: dict[str, object], words: str) -> None:
+    found = [problem for problem, _ in find_unsupported({"model_type": "llama"} | changes)]
+    assert len(found) == 1 and words in found[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 64, "max_position_embeddings": 64},
+        {"sliding_window": 63, "use_sliding_window": False},
+        {"partial_rotary_factor": 1.0},
+        {"layer_types": ["full_attention"] * 2},
+    ],
+)
+def test_a_feature_without_effect_is_no_reason_to_refuse(changes: dict[str, object]) -> None:
+    assert not list(find_unsupported({"model_type": "llama"} | changes))

@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.core.config.tree import Config, LearnerSection
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import backend_facts, backend_names, function
-from asyncrl.models.architectures import Experts, find_unsupported
+from asyncrl.models.architectures import FAMILIES, Experts, Family, find_unsupported
 from asyncrl.models.divisibility import find_uneven_cuts
 from asyncrl.models.named_models import find_table, tensor_shapes
 from asyncrl.planner.plan.folders import find_bad_weights, find_missing_tokenizer
@@ -53,8 +53,16 @@ def check_adapters(config: Config) -> Iterator[str]:
     try:
         if shapes := shapes_of(path):
             factor_shapes(shapes, lora)
-        if any(name in EXPERTS for name in table_of(path)):
+        table, backend = table_of(path), config.learner.backend
+        if any(name in EXPERTS for name in table):
             yield "model.lora.rank: adapters on a mixture of experts are not there yet; set it to 0"
+        elif FAMILIES.get(str(table.get("model_type")), Family()).is_fused and not (
+            backend_facts(backend).takes_any_model
+        ):
+            yield (
+                f"model.lora.rank: learner.backend: {backend} has no adapters on the fused matrices of "
+                f"'{table['model_type']}'; set learner.backend: {_backends_of_any_model()}"
+            )
     except ConfigError as error:
         yield f"{error}"
     except (OSError, ValueError, TypeError):

@@ -25,6 +25,7 @@ from asyncrl.models.architectures import (
     Family,
     ModelSize,
     find_unsupported,
+    is_tied,
     read_rope,
     rope_type_of,
 )
@@ -125,7 +126,7 @@ def read_architecture(folder: Path) -> Architecture:
         **vars(ModelSize.read(table)),
         family=FAMILIES[table["model_type"]],
         norm_eps=table["rms_norm_eps"],
-        is_tied=table.get("tie_word_embeddings", False),
+        is_tied=is_tied(table),
         rope=_read_rope(table, path),
     )
 
@@ -164,8 +165,9 @@ def make_transformer_config(
         ffn_hidden_size=architecture.intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
+        layernorm_zero_centered_gamma=architecture.family.has_centred_norms,
         gated_linear_unit=True,
-        activation_func=functional.silu,
+        activation_func=functional.silu,  # `GatedMlp` reads the family's
         add_bias_linear=False,
         add_qkv_bias=architecture.family.has_qkv_bias,
         qk_layernorm=architecture.family.has_qk_norm,
@@ -176,7 +178,7 @@ def make_transformer_config(
         fp16=dtype is torch.float16,
         perform_initialization=False,
         use_cpu_initialization=device.type == "cpu",
-        use_te_activation_func=True,  # a module of the layer specification: `SwiGLU`
+        use_te_activation_func=True,  # a module of the layer specification: `GatedMlp`
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -194,7 +196,8 @@ def make_transformer_config(
         overlap_p2p_comm=parallelism.vpp > 1,
         batch_p2p_comm=parallelism.vpp == 1,
         **_RECOMPUTE[parallelism.recompute],
-        **describe_experts(architecture.experts, architecture.family, parallelism.ep, parallelism.etp),
+        **describe_experts(architecture.experts, parallelism.ep, parallelism.etp),
+        family=architecture.family,
         # Gradients are summed over data-parallel ranks: the loss is already a share of the whole.
         calculate_per_token_loss=True,
     )

@@ -23,16 +23,16 @@ from megatron.core.transformer.moe.router import TopKRouter
 from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import backend_facts, function
-from asyncrl.models.architectures import ExpertNames, Experts, Family
+from asyncrl.models.architectures import Experts, Family
 
 _EXPERTS, _ROUTER = ".experts.", "mlp.router.weight"
 
 
 @dataclass
 class FamilyConfig(TransformerConfig):  # type: ignore[misc]  # Megatron has no types
-    """Megatron's configuration, with the `ExpertNames` of the family's checkpoints."""
+    """Megatron's configuration, with the `Family` of the model."""
 
-    expert_names: object = None
+    family: object = None
 
 
 def check_experts(experts: Experts | None, config: LearnerSection) -> None:
@@ -41,7 +41,7 @@ def check_experts(experts: Experts | None, config: LearnerSection) -> None:
         raise ConfigError(problem, hint=hint)
 
 
-def describe_experts(experts: Experts | None, family: Family, ep: int, etp: int) -> dict[str, object]:
+def describe_experts(experts: Experts | None, ep: int, etp: int) -> dict[str, object]:
     """Return the fields of Megatron's configuration."""
     if experts is None:
         return {}
@@ -57,7 +57,6 @@ def describe_experts(experts: Experts | None, family: Family, ep: int, etp: int)
         "moe_grouped_gemm": False,  # needs TransformerEngine
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": etp,
-        "expert_names": family.experts,
     }
 
 
@@ -160,8 +159,9 @@ def checkpoint_names(inner: str, config: TransformerConfig) -> tuple[str, ...]:
 
     Those of a fused matrix come in the order of its rows.
     """
-    names = getattr(config, "expert_names", None)
-    if not isinstance(names, ExpertNames) or not (is_expert(inner) or inner == _ROUTER):
+    family = getattr(config, "family", None)
+    names = family.experts if isinstance(family, Family) else None
+    if names is None or not (is_expert(inner) or inner == _ROUTER):
         return ()
     if inner == _ROUTER:
         return (f"{names.block}.gate.weight",)

@@ -167,5 +167,8 @@ def _finish(model: Model, architecture: Architecture, device: torch.device) -> M
     model.rotary_pos_emb = RowRotary(
         make_inverse_frequencies(architecture).to(device), model.config.params_dtype
     )
+    if model.pre_process and architecture.family.scales_embedding:
+        scale = torch.tensor(architecture.hidden_size**0.5, dtype=model.config.params_dtype)
+        model.embedding.register_forward_hook(lambda _module, _inputs, output: output * scale.item())
     model.to(device)  # in place
     return model

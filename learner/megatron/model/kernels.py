@@ -58,27 +58,32 @@ class CompiledOnGpu:
         return self._compiled
 
 
-class GatedSilu(torch.autograd.Function):
-    """silu(gate) * up: forward [..., 2 F] (gate, then up) -> [..., F]."""
+class GatedUnit(torch.autograd.Function):
+    """activation(gate) * up: forward [..., 2 F] (gate, then up), name of the activation -> [..., F]."""
 
     @staticmethod
-    def forward(ctx: SavedTensors, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: SavedTensors, x: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = x.chunk(2, -1)
-        active = functional.silu(gate)
+        active = _activate(gate, activation)
         ctx.save_for_backward(x, active)
+        ctx.activation = activation  # type: ignore[attr-defined]
         return active * up
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: SavedTensors, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: SavedTensors, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         x, active = ctx.saved_tensors
         gate, up = x.chunk(2, -1)
         x_grad = torch.empty_like(x)
         gate_grad, up_grad = x_grad.chunk(2, -1)
         torch.mul(gradient, active, out=up_grad)
         torch.mul(gradient, up, out=gate_grad)
-        torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
-        return x_grad
+        if ctx.activation == "silu":  # type: ignore[attr-defined]
+            torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
+        else:
+            tanh = {"approximate": "tanh"}
+            torch.ops.aten.gelu_backward.grad_input(gate_grad, gate, **tanh, grad_input=gate_grad)
+        return x_grad, None
 
 
 class Rotate(torch.autograd.Function):
@@ -109,22 +114,32 @@ def _turn(x_NhD: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor, dir
     return turned_NhD
 
 
-def _normalise(x_NH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise in float32, cast, then multiply: the order of Hugging Face and vLLM."""
+def _normalise(
+    x_NH: torch.Tensor, weight_H: torch.Tensor, eps: float, is_centred: bool = False
+) -> torch.Tensor:
+    """Normalise in float32, cast, then multiply, or with `is_centred` cast last: as Hugging Face and vLLM."""
     normal_NH = x_NH.float()
     normal_NH = normal_NH * torch.rsqrt(normal_NH.square().mean(-1, keepdim=True) + eps)
+    if is_centred:
+        return (normal_NH * (1.0 + weight_H.float())).to(x_NH.dtype)
     return weight_H * normal_NH.to(x_NH.dtype)
 
 
-def _normalise_eagerly(x_NH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+def _normalise_eagerly(
+    x_NH: torch.Tensor, weight_H: torch.Tensor, eps: float, is_centred: bool = False
+) -> torch.Tensor:
     if x_NH.dtype is torch.float32:  # one kernel, bit-equal to the formula
-        return functional.rms_norm(x_NH, weight_H.shape, weight_H, eps)
-    return _normalise(x_NH, weight_H, eps)
+        return functional.rms_norm(x_NH, weight_H.shape, 1.0 + weight_H if is_centred else weight_H, eps)
+    return _normalise(x_NH, weight_H, eps, is_centred)
 
 
-def _gate(x: torch.Tensor) -> torch.Tensor:
+def _activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
+    return functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+
+
+def _gate(x: torch.Tensor, activation: str) -> torch.Tensor:
     gate, up = x.chunk(2, -1)
-    return functional.silu(gate) * up
+    return _activate(gate, activation) * up
 
 
 def _rotate(x_NhD: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
@@ -133,8 +148,10 @@ def _rotate(x_NhD: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -
 
 
 normalise = CompiledOnGpu(_normalise, _normalise_eagerly)
-"""Root-mean-square norm of rows [N, H]: (x, weight [H], eps) -> [N, H]."""
-gated_silu = CompiledOnGpu(_gate, GatedSilu.apply)
-"""As `GatedSilu`."""
+"""Root-mean-square norm of rows [N, H]: (x, weight [H], eps, is_centred) -> [N, H].
+
+A centred weight has one added to it."""
+gated_unit = CompiledOnGpu(_gate, GatedUnit.apply)
+"""As `GatedUnit`."""
 rotate = CompiledOnGpu(_rotate, Rotate.apply)
 """As `Rotate`."""

@@ -1,4 +1,4 @@
-"""Parts of the model that Megatron-core has no CPU form of: RMSNorm, rotary positions, SwiGLU.
+"""Parts of the model that Megatron-core has no CPU form of: RMSNorm, rotary positions, gated units.
 
 Owns the layer specification. Nothing here loops over rows in Python: thousands of short sequences
 are normal. Invariant: on every row the result is that of the row alone, whatever else is packed.
@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from learner.megatron.model import te_layers
 from learner.megatron.model.attention import RowAttention
 from learner.megatron.model.experts import MeasuredRouter
-from learner.megatron.model.kernels import gated_silu, normalise
+from learner.megatron.model.kernels import gated_unit, normalise
 from learner.megatron.model.packing import PackedRows
 
 
@@ -32,23 +32,24 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.eps = eps
+        self.eps, self._is_centred = eps, config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return normalise(x.flatten(0, -2), self.weight, self.eps).view(x.shape)
+        return normalise(x.flatten(0, -2), self.weight, self.eps, self._is_centred).view(x.shape)
 
 
-class SwiGLU(torch.nn.Module):
-    """silu(gate) * up of [..., gate and up]; Megatron's own cuts and joins the two halves by copies."""
+class GatedMlp(torch.nn.Module):
+    """activation(gate) * up of [..., gate and up]; Megatron's own cuts and joins the two halves by copies."""
 
     def __init__(self, config: TransformerConfig, **_: object) -> None:
         super().__init__()
         assert config.glu_linear_offset == 0.0
         assert config.activation_func_clamp_value is None
+        self._activation = config.family.activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gated_silu(x)
+        return gated_unit(x, self._activation)
 
 
 class RowRotary(torch.nn.Module):
@@ -81,7 +82,7 @@ def make_layer_spec(config: TransformerConfig, vp_stage: int | None) -> Transfor
         config, vp_stage=vp_stage, pp_rank=parallel_state.get_pipeline_model_parallel_rank()
     )
     if config.transformer_impl == te_layers.NAME:
-        layer, norm = te_layers.make_layer(config, SwiGLU)
+        layer, norm = te_layers.make_layer(config, GatedMlp)
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
     layers = [_make_torch_layer(config, None)] * num_layers
     if config.num_moe_experts is not None:
@@ -101,7 +102,7 @@ def _make_torch_layer(config: TransformerConfig, num_experts: int | None) -> Mod
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     parts.sharded_state_dict_keys_map = {}
     mlp = parts.mlp if num_experts is None else parts.mlp.submodules.experts
-    mlp.submodules.activation_func = SwiGLU
+    mlp.submodules.activation_func = GatedMlp
     if num_experts is not None:
         parts.mlp.submodules.router = MeasuredRouter
     attention = parts.self_attention.submodules

@@ -68,7 +68,12 @@ def test_rows_of_the_padded_vocabulary_get_no_probability_and_no_gradient(tmp_pa
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "mistral"}, "llama, qwen2, qwen3"),
+        ({"model_type": "olmo2"}, "llama, mistral, .* its record in asyncrl.models.architectures"),
+        ({"sliding_window": 511, "use_sliding_window": None}, "sliding_window: 511 is not supported"),
+        ({"final_logit_softcapping": 30.0}, "it caps its logits"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers are of several kinds"),
+        ({"partial_rotary_factor": 0.75}, "rotates a part of each head"),
+        ({"model_type": "gemma"}, "hidden_act: silu is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),

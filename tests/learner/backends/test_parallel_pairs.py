@@ -7,7 +7,7 @@ from tests.learner.parts.samples import save_model
 
 pytestmark = pytest.mark.long
 
-KINDS = ("qwen2", "qwen2_tied", "qwen3", "llama")
+KINDS = ("qwen2", "qwen2_tied", "qwen3", "llama", "phi3", "gemma")
 SMALL = {"max_tokens_per_microbatch": 64}
 ALONE = {
     "tp": {"tp": 2, "sequence_parallel": False},

@@ -30,7 +30,7 @@ OF_FOUR = {
 ALONE = ("dtype", "backend")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen2_tied", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen2_tied", "qwen3", "phi3", "gemma"])
 @pytest.mark.parametrize("layouts", [OF_TWO, OF_FOUR], ids=["two", "four"])
 def test_what_ranks_publish_is_what_one_process_publishes(kind, layouts, tmp_path):
     """The vocabulary of 131 does not divide by two, so its padding would show."""

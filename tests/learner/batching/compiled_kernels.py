@@ -14,7 +14,7 @@ import torch._dynamo
 
 from learner.megatron.model import kernels
 
-KERNELS = ("normalise", "rotate", "gated_silu")
+KERNELS = ("normalise", "rotate", "gated_unit")
 LENGTHS = (7, 33, 2, 64, 1, 128, 5, 77, 300, 12)
 """Packed positions, of one microbatch after another."""
 HEADS, GROUPS, HEAD_SIZE, HIDDEN = 4, 2, 16, 48
@@ -38,7 +38,7 @@ def calls_of(num_positions: int, dtype: torch.dtype) -> list[tuple[str, tuple[An
         ("normalise", (key_NgD.flatten(0, 1), norm_D, 1e-6)),
         ("rotate", (query_NhD, *turn)),
         ("rotate", (key_NgD, *turn)),
-        ("gated_silu", (draw(num_positions, 1, 2 * HIDDEN, dtype=dtype),)),
+        ("gated_unit", (draw(num_positions, 1, 2 * HIDDEN, dtype=dtype), "silu")),
     ]
 
 

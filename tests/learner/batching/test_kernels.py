@@ -10,11 +10,12 @@ import sys
 import pytest
 import torch
 import torch._dynamo
-from torch.nn import functional
+from transformers.activations import ACT2FN
 
+from asyncrl.models.architectures import FAMILIES
 from learner.batching.batch import build_batch
 from learner.megatron.model import kernels
-from learner.megatron.model.kernels import GatedSilu, Rotate
+from learner.megatron.model.kernels import GatedUnit, Rotate
 from tests.learner.batching.compiled_kernels import LENGTHS, compare
 from tests.learner.parts.samples import make_groups, save_model
 from tests.learner.parts.training import open_backend
@@ -31,9 +32,9 @@ def differentiate(function, x):
     return y.detach(), x.grad
 
 
-def by_halves(x):
+def by_halves(x, activation):
     gate, up = x.chunk(2, -1)
-    return functional.silu(gate) * up
+    return ACT2FN[activation](gate) * up
 
 
 def by_rotated_halves(x, angles):
@@ -42,9 +43,11 @@ def by_rotated_halves(x, angles):
     return x * whole.cos() + torch.cat((-second, first), -1) * whole.sin()
 
 
-def test_the_gated_unit_is_silu_of_one_half_times_the_other():
+@pytest.mark.parametrize("activation", sorted({family.activation for family in FAMILIES.values()}))
+def test_the_gated_unit_is_the_activation_of_one_half_times_the_other(activation):
     x = draw(7, 1, 24)
-    for ours, plain in zip(differentiate(GatedSilu.apply, x), differentiate(by_halves, x), strict=True):
+    found = differentiate(lambda x: GatedUnit.apply(x, activation), x)
+    for ours, plain in zip(found, differentiate(lambda x: by_halves(x, activation), x), strict=True):
         torch.testing.assert_close(ours, plain)
 
 
@@ -70,7 +73,7 @@ def test_a_compiled_kernel_gives_what_the_eager_one_does_and_is_made_once_for_al
         errors, graphs = compare(torch.float32, LENGTHS[:6])
         assert torch._dynamo.config.recompile_limit == kernels.GRAPHS, "of every width, frozen or not"
     assert max(errors.values()) <= ROUNDING["float32"], errors
-    assert graphs == {"normalise": 3, "rotate": 2, "gated_silu": 2}
+    assert graphs == {"normalise": 3, "rotate": 2, "gated_unit": 2}
     assert all(getattr(kernels, kernel)._compiled is not None for kernel in graphs)
 
 
@@ -84,7 +87,7 @@ def test_what_inductor_makes_of_the_kernels_rounds_as_they_do():
     found = json.loads(done.stdout.splitlines()[-1])
     for dtype, (errors, graphs) in found.items():
         assert max(errors.values()) <= ROUNDING[dtype], errors
-        assert graphs == {"normalise": 3, "rotate": 2, "gated_silu": 2}
+        assert graphs == {"normalise": 3, "rotate": 2, "gated_unit": 2}
 
 
 def test_one_rank_sends_neither_gradients_nor_weights_to_itself(tmp_path, monkeypatch):

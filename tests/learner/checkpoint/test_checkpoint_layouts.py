@@ -21,6 +21,7 @@ TWO_RANKS = {
 MORE_RANKS = {
     "qwen2_tied": {"tp_pp": (4, {"tp": 2, "pp": 2}), "tp_dp": (4, {"tp": 2, "dp": 2})},
     "qwen2": {"dp3": (3, {"dp": 3}), "cp": (2, {"cp": 2})},
+    "phi3": {"tp_pp": (4, {"tp": 2, "pp": 2})},
 }
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from asyncrl.core.config.tree import LoraSection
@@ -12,7 +12,7 @@ from asyncrl.core.errors import ConfigError
 from learner.batching.batch import build_batch
 from learner.lora.factors import BaseReference
 from learner.lora.folder import ADAPTER_CONFIG, save_adapter
-from tests.learner.lora.adapters import make_adapter
+from tests.learner.lora.adapters import in_peft, load_peft, make_adapter
 from tests.learner.parts.contract import by_hugging_face
 from tests.learner.parts.samples import make_groups, save_model
 from tests.learner.parts.training import open_backend, open_fsdp2
@@ -47,20 +47,6 @@ def loss_of(logprobs_N, _entropy_N, batch):
     """A policy gradient whose weights are the sampler's log-probs."""
     loss = -(logprobs_N * batch.behaviour_N * batch.loss_mask_N).sum() / batch.totals.num_tokens
     return loss, {}
-
-
-def in_peft(model, batch):
-    """Return the log-probs of each row alone, by PEFT's model."""
-    found = []
-    for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
-        table = model(batch.tokens_N[None, start:end]).logits[0].log_softmax(-1)
-        found.append(table.gather(-1, batch.labels_N[start:end, None])[:, 0])
-    return torch.cat(found)
-
-
-def load_peft(model, folder):
-    base = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
-    return PeftModel.from_pretrained(base, folder, is_trainable=True).eval()
 
 
 def train_peft(peft, batch, make_optimizer, clip):

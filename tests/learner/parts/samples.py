@@ -16,7 +16,8 @@ from asyncrl.core.experience import Group, Trajectory
 from asyncrl.core.staleness import Span
 
 MIXTURES = ("qwen3_moe", "mixtral")
-KINDS = ("qwen2", "qwen2_tied", "qwen3", "llama", "llama_stretched", *MIXTURES)
+DENSE = ("qwen2", "qwen2_tied", "qwen3", "llama", "llama_stretched", "mistral", "phi3", "gemma")
+KINDS = (*DENSE, *MIXTURES)
 
 
 def save_model(
@@ -25,8 +26,11 @@ def save_model(
     """Write a small randomly initialised model of `kind`; nothing in it is zero or one."""
     from transformers import (
         AutoModelForCausalLM,
+        GemmaConfig,
         LlamaConfig,
+        MistralConfig,
         MixtralConfig,
+        Phi3Config,
         Qwen2Config,
         Qwen3Config,
         Qwen3MoeConfig,
@@ -40,7 +44,7 @@ def save_model(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        "tie_word_embeddings": kind == "qwen2_tied",
+        "tie_word_embeddings": kind in ("qwen2_tied", "gemma"),
     }
     stretched = {
         "rope_type": "llama3",
@@ -50,6 +54,7 @@ def save_model(
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
+    no_padding = {"pad_token_id": None}  # whose embedding would have no gradient
     experts = {
         "num_experts": 8,
         "num_experts_per_tok": 2,
@@ -63,6 +68,9 @@ def save_model(
         "qwen2_tied": lambda: Qwen2Config(**sizes),
         "qwen3": lambda: Qwen3Config(**sizes, head_dim=32),
         "llama": lambda: LlamaConfig(**sizes),
+        "mistral": lambda: MistralConfig(**sizes, head_dim=32, sliding_window=None),
+        "phi3": lambda: Phi3Config(**sizes, **no_padding),
+        "gemma": lambda: GemmaConfig(**sizes, **no_padding, head_dim=32),
         "llama_stretched": lambda: LlamaConfig(**sizes, rope_parameters=stretched),
     }[kind]()
     torch.manual_seed(seed)

@@ -293,7 +293,7 @@ def test_all_problems_are_told_at_once(good: dict[str, Any]) -> None:
 def test_a_model_of_an_unsupported_architecture_is_named(good: dict[str, Any]) -> None:
     Path(good["model"]["path"], "config.json").write_text('{"model_type": "gpt_oss"}')
     (line,) = problems_of(good)
-    assert "'gpt_oss'" in line and "llama, qwen2, qwen3, qwen3_moe, mixtral, or any other model with" in line
+    assert "'gpt_oss'" in line and ", or any other model with" in line
 
 
 def test_fsdp2_takes_any_architecture(good: dict[str, Any]) -> None:

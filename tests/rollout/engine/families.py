@@ -14,9 +14,16 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GraniteConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     OlmoeConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -43,6 +50,20 @@ MIXTURES: dict[str, Callable[..., PreTrainedConfig]] = {
     "olmoe": partial(OlmoeConfig, num_experts=4, num_experts_per_tok=2),
 }
 """Families whose layers choose two of four experts for each token: an answer meets all of them."""
+OTHERS: dict[str, Callable[..., PreTrainedConfig]] = {
+    "mistral": partial(MistralConfig, sliding_window=None),
+    "phi3": Phi3Config,
+    "gemma": GemmaConfig,
+    "gemma2": partial(Gemma2Config, sliding_window=16, query_pre_attn_scalar=32),
+    "gemma3_text": partial(Gemma3TextConfig, sliding_window=16, query_pre_attn_scalar=32),
+    "olmo2": Olmo2Config,
+    "granite": partial(GraniteConfig, logits_scaling=2.0, embedding_multiplier=3.0),
+}
+"""Further dense ones, for the table of families."""
+SHARE_HIDDEN = frozenset({"qwen2", "olmoe", "phi3", "olmo2", "granite"})
+"""Whose heads share out the hidden size."""
+CENTRED = "gemma"
+"""Whose norms multiply by one more than their weight."""
 VOCABULARIES = (87, 96, 128, 131, 151_936)
 """The engine pads to multiples of 64; the last one is Qwen's."""
 SPREAD = 0.15
@@ -81,14 +102,14 @@ class Form:
     def build(self, seed: int) -> PreTrainedModel:
         """Return the model of `seed`, in float32."""
         width = self.width
-        config = (CONFIGS | MIXTURES)[self.family](
+        config = (CONFIGS | MIXTURES | OTHERS)[self.family](
             vocab_size=self.vocab_size,
             hidden_size=width.hidden,
             intermediate_size=width.intermediate,
             num_hidden_layers=2,
             num_attention_heads=width.heads,
             num_key_value_heads=width.key_value_heads,
-            **({} if self.family in ("qwen2", "olmoe") else {"head_dim": width.head_size}),
+            **({} if self.family in SHARE_HIDDEN else {"head_dim": width.head_size}),
             max_position_embeddings=1024,
             tie_word_embeddings=self.is_tied,
             bos_token_id=BOS,
@@ -100,7 +121,7 @@ class Form:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                middle = 1.0 if "norm" in name else 0.0
+                middle = 1.0 if "norm" in name and not self.family.startswith(CENTRED) else 0.0
                 parameter.copy_(middle + SPREAD * torch.randn(parameter.shape, generator=generator))
         return model
 
