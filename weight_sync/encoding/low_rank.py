@@ -25,7 +25,7 @@ def find_targets(shapes: Mapping[str, Shape], lora: LoraSection) -> list[str]:
     """Return the matrices that have adapters, without `.weight`, in the order of `shapes`.
 
     Raises:
-        ConfigError: A target is the name of none.
+        ConfigError: A target is the name of none, or of a matrix of an expert.
     """
     matrices = [name.removesuffix(WEIGHT) for name, shape in shapes.items() if len(shape) == 2]
     ends = {name.rpartition(".")[2] for name in matrices}
@@ -34,7 +34,14 @@ def find_targets(shapes: Mapping[str, Shape], lora: LoraSection) -> list[str]:
             f"model.lora.targets: the model has no matrix called {', '.join(missing)}",
             hint=f"It has {', '.join(sorted(ends))}",
         )
-    return [name for name in matrices if name.rpartition(".")[2] in lora.targets]
+    found = [name for name in matrices if name.rpartition(".")[2] in lora.targets]
+    if of_experts := {name.rpartition(".")[2] for name in found if ".experts." in name}:
+        names = ", ".join(sorted(of_experts))
+        raise ConfigError(
+            f"model.lora.targets: {names} are matrices of experts, which have no adapters",
+            hint="Set it to those of attention: q_proj, k_proj, v_proj, o_proj",
+        )
+    return found
 
 
 def factor_shapes(shapes: Mapping[str, Shape], lora: LoraSection) -> dict[str, Shape]:

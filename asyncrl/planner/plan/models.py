@@ -22,9 +22,6 @@ from asyncrl.planner.plan.footprint.shared_memory import shapes_of
 from asyncrl.planner.plan.prepare import is_builtin, is_hub_id, reward_model
 from weight_sync.encoding.low_rank import factor_shapes
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of configurations for the number of experts of a layer."""
-
 
 def check_models(config: Config) -> Iterator[str]:
     """Say what is wrong with the policy's model, and with the critic's if it has one of its own."""
@@ -54,9 +51,7 @@ def check_adapters(config: Config) -> Iterator[str]:
         if shapes := shapes_of(path):
             factor_shapes(shapes, lora)
         table, backend = table_of(path), config.learner.backend
-        if any(name in EXPERTS for name in table):
-            yield "model.lora.rank: adapters on a mixture of experts are not there yet; set it to 0"
-        elif FAMILIES.get(str(table.get("model_type")), Family()).is_fused and not (
+        if FAMILIES.get(str(table.get("model_type")), Family()).is_fused and not (
             backend_facts(backend).takes_any_model
         ):
             yield (

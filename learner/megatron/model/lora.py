@@ -105,7 +105,10 @@ def add_adapters(
         if not set(parts) & set(lora.targets) or not isinstance(module, Matrix):
             continue
         if ".experts." in path:  # their gradients are reduced over other ranks
-            raise ConfigError("model.lora.rank: adapters on experts are not there yet", hint="Set it to 0")
+            raise ConfigError(
+                "model.lora.targets: experts have no adapters",
+                hint="Set it to the matrices of attention: q_proj, k_proj, v_proj, o_proj",
+            )
         adapter = Adapter(module, _count_rows(module, parts, config), lora, switch)
         module.add_module(CHILD, adapter)
         module.forward = _forward_adapted.__get__(module)

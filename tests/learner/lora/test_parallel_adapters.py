@@ -5,10 +5,12 @@ import json
 import pytest
 from safetensors.torch import load_file
 
+from asyncrl.core.errors import ConfigError
 from tests.learner.lora.adapters import make_adapter
 from tests.learner.parts.launching import assert_trained_alike, run_alone, run_ranks
 from tests.learner.parts.publishing import assert_published_alike, publish_job, publishing_cluster
-from tests.learner.parts.samples import save_model
+from tests.learner.parts.samples import MIXTURES, save_model
+from tests.learner.parts.training import open_backend
 
 OF_TWO = {
     "tp": {"tp": 2, "sequence_parallel": False},
@@ -24,7 +26,12 @@ OF_FOUR = {
     "tp_cp": {"tp": 2, "cp": 2},
     "tp_dp": {"tp": 2, "dp": 2, "overlap": True},
 }
-
+OF_EXPERTS = {
+    "ep": (2, {"dp": 2, "ep": 2, "max_tokens_per_microbatch": 64}),
+    "tp_ep": (4, {"tp": 2, "dp": 2, "ep": 2, "recompute": "full"}),
+    "pp_ep": (4, {"pp": 2, "dp": 2, "ep": 2}),
+}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 PUBLISHING = {"tp": {"tp": 2}, "pp": {"pp": 2}, "fsdp2": {"backend": "fsdp2", "dp": 2}}
 
 
@@ -90,3 +97,24 @@ def test_ranks_publish_the_adapters_alone_each_its_parts(model, lora, tmp_path):
 def test_four_ranks_train_adapters_as_one_process_does(layout, model, lora, alone, tmp_path):
     job = {"name": layout, "model": model, "changes": {**OF_FOUR[layout], "lora": lora}}
     assert_trained_alike(run_ranks(4, [job], tmp_path), layout, 4, *alone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_ranks_that_share_experts_train_adapters_of_attention_as_one_process_does(kind, tmp_path):
+    model = save_model(tmp_path / "model", kind, num_layers=4)
+    lora = make_adapter(model, tmp_path / "adapter", targets=ATTENTION)
+    alone = run_alone(model, tmp_path, changes={"lora": lora})
+    for layout, (world_size, changes) in OF_EXPERTS.items():
+        job = {"name": layout, "model": model, "changes": {**changes, "lora": lora}}
+        assert_trained_alike(run_ranks(world_size, [job], tmp_path), layout, world_size, alone, tmp_path)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_adapters_on_experts_are_refused(kind, tmp_path):
+    model = save_model(tmp_path / "model", kind, num_layers=2)
+    targets = ("up_proj",) if kind == "qwen3_moe" else ("w1",)
+    with pytest.raises(ConfigError, match=rf"{targets[0]} are matrices of experts"):
+        make_adapter(model, tmp_path / "adapter", targets=targets)
+    with pytest.raises(ConfigError, match=r"experts have no adapters|no matrix called"):
+        open_backend(model, lora={"rank": 2, "targets": targets})

@@ -34,7 +34,7 @@ from transformers import (
 from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from rollout_service.tasks.digit_sort.vocabulary import BOS, EOS, PAD
-from tests.rollout.engine.engine_parts import LoopThread, save_model, stage
+from tests.rollout.engine.engine_parts import Change, LoopThread, save_model, stage
 from weight_sync.memory.manifest import Probe
 
 CONFIGS: dict[str, Callable[..., LlamaConfig | Qwen2Config | Qwen3Config]] = {
@@ -147,7 +147,12 @@ def start_engine(
 
 
 def swap(
-    engine: VllmEngine, loop: LoopThread, number: int, model: PreTrainedModel, probe: Probe | None = None
+    engine: VllmEngine,
+    loop: LoopThread,
+    number: int,
+    model: PreTrainedModel,
+    probe: Probe | None = None,
+    change: Change = list,
 ) -> None:
-    with stage(model, PolicyVersion(number, number), probe) as staged:
+    with stage(model, PolicyVersion(number, number), probe, change) as staged:
         loop.call(engine.swap(staged))

@@ -11,16 +11,12 @@ COLUMNS: Mapping[str, str] = {
     "vllm": "two versions in the real engine, 1e-4 from transformers; then the first again, bit by bit",
     "megatron": "log-probs, entropies, the gradient of every tensor on packed rows, 1e-4 from transformers",
     "fsdp2": "the same",
+    "lora_vllm": "two versions of adapters, merged by the engine: 1e-4 from transformers",
     "lora_megatron": "adapters after an update mean the same merged, and in PEFT, to 1e-5",
     "lora_fsdp2": "the same",
     "export": "after an update, loaded by transformers: the learner's log-probs to 1e-5",
 }
 """What a cell shows where it says yes."""
-LATENT, NO_FAMILY, EXPERTS = (
-    "latent attention",
-    "is not supported",
-    "adapters on a mixture of experts are not",
-)
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,6 @@ def _other(words: str) -> dict[str, str]:
     return {"megatron": words, "lora_megatron": words}
 
 
-ADAPTERS = {"lora_megatron": EXPERTS, "lora_fsdp2": EXPERTS}
 ROWS: Mapping[str, Row] = {
     row.form.family: row
     for row in (
@@ -68,8 +63,8 @@ ROWS: Mapping[str, Row] = {
         _row("gemma3_text", _other("its layers are of several kinds"), is_tied=True),
         _row("olmo2", _other("model_type 'olmo2' is not supported")),
         _row("granite", _other("it scales its logits and residuals")),
-        _row("qwen3_moe", ADAPTERS),
-        _row("mixtral", ADAPTERS, "q_proj", "o_proj"),
-        _row("olmoe", ADAPTERS | {"megatron": "these experts are not supported"}),
+        _row("qwen3_moe", {}, "q_proj", "v_proj", "o_proj"),
+        _row("mixtral", {}, "q_proj", "v_proj", "o_proj"),
+        _row("olmoe", _other("these experts are not supported"), "q_proj", "o_proj"),
     )
 }

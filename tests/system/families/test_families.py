@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from tests.learner.lora.adapters import in_peft, load_peft, make_adapter
 from tests.learner.parts.contract import assert_equals_hugging_face, by_hugging_face
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_backend, open_fsdp2
-from tests.rollout.engine.engine_parts import LoopThread, logprobs_of, save_model
+from tests.rollout.engine.engine_parts import Change, LoopThread, logprobs_of, save_model, sent_tensors
 from tests.rollout.engine.families import start_engine, swap
 from tests.rollout.replica.flight_parts import TOLERANCE
 from tests.system.families.cells import COLUMNS, ROWS, Row
 from tests.system.families.page import PAGE, cells_of
+from weight_sync.encoding.low_rank import A, B, factor_shapes
 
 PROMPT, NUM_TOKENS, EXACT = [5, 60, 33, 86, 17, 2], 24, 1e-5
 OPENERS = {"megatron": open_backend, "fsdp2": open_fsdp2}
@@ -77,6 +78,41 @@ def try_engine(row: Row, folder: Path) -> None:
     first, second, last = found
     assert first.token_ids.tolist() == last.token_ids.tolist() and list(first.logprobs) == list(last.logprobs)
     assert first.token_ids.tolist() != second.token_ids.tolist()
+
+
+def try_adapters_in_engine(row: Row, folder: Path) -> None:
+    base, loop = row.form.build(0), LoopThread()
+    lora = LoraSection(rank=3, alpha=5.0, targets=row.targets)
+    names = factor_shapes({name: tuple(one.shape) for name, one in sent_tensors(base).items()}, lora)
+    try:
+        engine = start_engine(base, folder, loop, lora=lora)
+        try:
+            for number in (1, 2):
+                factors = draw(names, number)
+                swap(engine, loop, number, base, change=sent(factors))
+                sample(engine, loop, 0, merge(row.form.build(0), factors, lora.scale))
+        finally:
+            loop.call(engine.shutdown())
+    finally:
+        loop.close()
+
+
+def draw(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def sent(factors: Mapping[str, torch.Tensor]) -> Change:
+    return lambda _: list(factors.items())
+
+
+@torch.no_grad()
+def merge(model: PreTrainedModel, factors: Mapping[str, torch.Tensor], scale: float) -> PreTrainedModel:
+    for name, factor in factors.items():
+        if name.endswith(B):
+            stem = name.removesuffix(B)
+            model.get_parameter(f"{stem}.weight").add_(factor @ factors[stem + A], alpha=scale)
+    return model
 
 
 def sample(engine: Any, loop: LoopThread, number: int, model: PreTrainedModel) -> Completion:
@@ -145,6 +181,7 @@ TRIED: dict[str, Callable[[Row, Path], None]] = {
     "vllm": try_engine,
     "megatron": trying_backend("megatron"),
     "fsdp2": trying_backend("fsdp2"),
+    "lora_vllm": try_adapters_in_engine,
     "lora_megatron": trying_adapters("megatron"),
     "lora_fsdp2": trying_adapters("fsdp2"),
     "export": try_export,

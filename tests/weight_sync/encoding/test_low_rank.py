@@ -56,3 +56,11 @@ def test_a_factor_of_no_matrix_is_refused():
     without = {name: torch.zeros(shape) for name, shape in SHAPES.items() if "up_proj" not in name}
     with pytest.raises(SyncError, match=r"no matrix of the factors \['0.up_proj.lora_A.weight'"):
         list(merge_factors(without.items(), factors, LORA.scale, torch.float32))
+
+
+def test_a_target_that_is_a_matrix_of_experts_is_refused():
+    shapes = SHAPES | {"0.mlp.experts.1.up_proj.weight": (5, 4)}
+    with pytest.raises(ConfigError, match="up_proj are matrices of experts"):
+        factor_shapes(shapes, LORA)
+    attention = LORA.model_copy(update={"targets": ("q_proj",)})
+    assert factor_shapes(shapes, attention) == factor_shapes(SHAPES, attention)
