@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -43,15 +42,16 @@ def test_what_cannot_take_adapters_is_refused_beside_them(sections: dict[str, An
 
 def test_adapters_that_the_model_cannot_have_are_told_before_a_start(tmp_path: Path) -> None:
     dense = str(write_model_folder(tmp_path / "dense", **SIZES))
-    experts = str(write_model_folder(tmp_path / "experts", **SIZES))
-    table = json.loads((tmp_path / "experts/config.json").read_text())
-    (tmp_path / "experts/config.json").write_text(json.dumps(table | {"num_experts": 8}))
+    mixture = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    experts = str(write_model_folder(tmp_path / "experts", **SIZES, **mixture))
+    fused = str(write_model_folder(tmp_path / "fused", **SIZES, model_type="phi3"))
     assert not list(check_adapters(make_config(dense)))
     assert not list(check_adapters(make_config(experts, lora={})))
     for path, lora, told in (
         (dense, {"rank": 8, "targets": ["q_proj", "wq"]}, "model.lora.targets: .* no matrix called wq"),
         (dense, {"rank": 8, "path": str(tmp_path)}, "model.lora.path: .* holds no PEFT adapter"),
-        (experts, {"rank": 8}, "model.lora.rank: adapters on a mixture of experts are not there yet"),
+        (experts, {"rank": 8}, "model.lora.targets: .* are matrices of experts, which have no adapters"),
+        (fused, {"rank": 8, "targets": ["qkv_proj"]}, "model.lora.rank: .* on the fused matrices of 'phi3'"),
     ):
         (line,) = check_adapters(make_config(path, lora))
         assert re.match(told, line), line
