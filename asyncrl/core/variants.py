@@ -76,8 +76,7 @@ class RewardFacts:
         has_model: Whether a model scores, that of its argument `path`.
         is_judge: Whether that model is asked at a server, that of its argument `base_url`.
         is_pooled: Whether processes beside the replica call it.
-        forms: Values of its argument `pattern`, the first by default, that the replica computes itself; any
-            other is a regular expression.
+        forms: Its `pattern`s that the replica computes, the first by default; others are regular expressions.
         answer: `module:name` of the rule for a response's final answer; empty for the whole text.
         compares_text: Whether it compares the response with the ground truth, as `asyncrl init`'s example.
         part: `module:Class` of a reward that awaits something, made with its name and arguments.
@@ -114,8 +113,7 @@ class EngineFacts:
         title: Its name in messages.
         loads_model: Whether it loads `model.path`, whose limits it then has.
         has_gateway: Whether agents can generate through `rollout.gateway`.
-        tokens_per_s: Rate of every request, whatever else runs; None where requests share a device, at most
-            `rollout.max_sequences` of them at once.
+        tokens_per_s: Rate of each request; None where at most `rollout.max_sequences` share a device.
         distributions: Requirement list -> the package that only this list has, such as `{"gpu": "vllm"}`.
         cpu_head_sizes: Sizes of attention heads that it runs on CPU; empty for all. On GPUs it runs any.
         owned_args: Names that `rollout.engine_args` may not hold, and where to set each or why not; None
@@ -125,6 +123,7 @@ class EngineFacts:
         environment: List of its own environment `.venv-<list>`. core_bytes: Memory of its processes on a CPU.
         quantizations: By `CPU` and `GPUs`. merges_adapters: Whether it takes versions of `model.lora`.
         one_gpu: Why a replica has one GPU at most; empty where the engine is cut over several.
+        unfit_model: `module:function` of (`config.json`, tokens of a row) that tells why it cannot run a model.
     """
 
     title: str
@@ -142,6 +141,7 @@ class EngineFacts:
     quantizations: Mapping[str, str] = field(default_factory=dict)
     one_gpu: str = ""
     merges_adapters: bool = False
+    unfit_model: str = ""
 
     def find_deterministic_mode(self) -> str:
         """Return the setting under which no answer depends on other requests here; empty without it."""

@@ -5,6 +5,7 @@ Reads the model's `config.json` and this machine's memory for the arithmetic in 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from asyncrl.buffer.journals.kind import journal_kind
 from asyncrl.core.config.gpus import memory_share
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
-from asyncrl.core.variants import engine_facts
+from asyncrl.core.variants import engine_facts, function
 from asyncrl.models.architectures import ModelSize, read_max_positions
 from asyncrl.models.named_models import find_table
 from asyncrl.planner.plan import derived, machine, names
@@ -235,6 +236,17 @@ def check_heads(config: Config) -> Iterator[str]:
         yield f"model.path: {problem}; choose another model, or rollout.gpus: 1"
 
 
+def check_models_of_engines(config: Config) -> Iterator[str]:
+    """Say why an engine cannot run the policy's model."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    for engine in map(engine_facts, config.by_engine):
+        with contextlib.suppress(OSError, ValueError, TypeError):  # `check_models` says why
+            if engine.unfit_model and (
+                why := function(engine.unfit_model)(table_of(config.model.path), longest)
+            ):
+                yield f"model.path: {why}; use rollout.engine: vllm, or rows that are no longer"
+
+
 def check_deterministic_mode(config: Config) -> Iterator[str]:
     """Say if the engine is to run in a deterministic mode that it has on GPUs alone."""
     for engine in map(engine_facts, config.by_engine):
@@ -259,6 +271,7 @@ PORTABLE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_deterministic_mode,
     check_heads,
     check_long_rows,
+    check_models_of_engines,
     check_nodes_of_replica,
     check_shares,
     names.check_algorithm,

@@ -33,6 +33,7 @@ from rollout_service.engine.sglang.messages import (
     Started,
 )
 from rollout_service.engine.sglang.process import ChildProcess, interpreter
+from rollout_service.engine.sglang.variant import find_ignored_window
 from rollout_service.engine.vllm.objects import ServingClient
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 
 START_DEADLINE_S = 900.0
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-WITHOUT_WINDOWS = frozenset({"mistral", "qwen2", "qwen3"})
-"""Kinds of models whose sliding window SGLang ignores."""
 SPARE_TOKENS = 8
 """SGLang keeps a few positions of its context for itself; responses are cut at `max_model_tokens` here."""
 
@@ -270,12 +269,8 @@ def _completion(answer: Generated, request_id: str) -> Completion:
 
 
 def _check_window(settings: SglangSettings) -> None:
-    """Raise EngineError for a sliding window of attention, which SGLang's classes of these models ignore."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(settings.model)
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    is_used = window and window < settings.max_model_tokens and (not kinds or "sliding_attention" in kinds)
-    if is_used and config.model_type in WITHOUT_WINDOWS:
-        what = f"SGLang would run {settings.model} without its sliding window of {window} tokens"
-        raise EngineError(what, hint="Use rollout.engine: vllm, or rows that are no longer")
+    """Raise EngineError for a sliding window of attention that SGLang would leave out."""
+    table = json.loads((Path(settings.model) / "config.json").read_text())
+    if problem := find_ignored_window(table, settings.max_model_tokens):
+        hint = "Use rollout.engine: vllm, or rows that are no longer"
+        raise EngineError(f"model.path '{settings.model}': {problem}", hint=hint)

@@ -227,6 +227,42 @@ def test_plan_counts_all_of_it_and_refuses_what_is_too_large(tmp_path: Path) -> 
     assert plan.check(Config(**sections, buffer={"memory_bytes": 10**15})), "a ceiling is not taken"
 
 
+WINDOW = {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "is_refused"),
+    [
+        ("sglang", {}, True),
+        (["vllm", "sglang"], {}, True),
+        ("sglang", {"model_type": "mistral"}, True),
+        ("sglang", {"sliding_window": 200}, False),
+        ("sglang", {"use_sliding_window": False}, False),
+        ("sglang", {"max_window_layers": 2}, False),
+        ("sglang", {"model_type": "llama"}, False),
+        ("vllm", {}, False),
+    ],
+)
+def test_a_model_whose_window_its_engine_leaves_out_is_refused_before_anything_starts(
+    tmp_path: Path, engine: str | list[str], changes: dict[str, Any], is_refused: bool
+) -> None:
+    write_model_folder(tmp_path, **{**SIZES, **WINDOW, **changes})
+    config = make_config(
+        model={"path": str(tmp_path)},
+        data={"train": "t", "max_prompt_tokens": 100},
+        reward={"fn": "gsm8k"},
+        rollout={"engine": engine, "replicas": 2, "max_tokens": 100},
+        learner={"backend": "fsdp2"},
+    )
+    if not is_refused:
+        assert plan.check_elsewhere(config)
+        return
+    with pytest.raises(
+        ConfigError, match=r"^model.path: SGLang .* without its sliding window of 128 tokens;"
+    ):
+        plan.check_elsewhere(config)
+
+
 def write_model(folder: Path, **shapes: int) -> str:
     """Write a model folder whose files say that they hold tensors of so many weights; return its path."""
     folder.mkdir()
