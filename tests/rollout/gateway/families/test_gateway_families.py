@@ -178,33 +178,39 @@ def test_a_client_gets_the_calls_of_each_format_and_its_history_is_recognised(
         assert streamed == wanted
 
 
-def test_a_turn_that_is_streamed_again_is_read_as_it_was(config: VllmConfig):
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_a_turn_that_is_streamed_again_is_read_as_it_was(config: VllmConfig, thinks: bool, is_first: bool):
     form = FORMATS["step3"]  # the end of a thought in its prompt ends that of an answer
+    if not thinks:
+        form = replace(form, opens="<think></think>", think=("", ""))
     tokenizer = make_tokenizer(form)
-    first, again = form.write(replace(WEATHER, thought="One city.")), form.write(Answer("Sunny.", (), "So."))
-    script = [tokenizer(text + END)["input_ids"] for text in (first, again, again)]
+    answers = [replace(WEATHER, thought="One city." * thinks)]
+    answers += [] if is_first else [Answer("Sunny.", (), "So." * thinks)]
+    asked_for = [*answers, answers[-1]]
+    script = [tokenizer(form.write(answer) + END)["input_ids"] for answer in asked_for]
 
     async def run() -> list[tuple[str, str]]:
         async with open_scripted_stage(config, tokenizer, Parsers("step3", "step3"), script) as stage:
             agent = await stage.open()
             messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
             said = []
-            for _ in range(3):
+            for number, _ in enumerate(asked_for, 1):
                 asked: Any = {"model": "any", "messages": messages, "tools": TOOLS}
                 async with agent.client.chat.completions.stream(**asked) as stream:
                     message: Any = (await stream.get_final_completion()).choices[0].message
-                said.append((message.reasoning, (message.content or "").strip()))
-                if message.tool_calls:
+                said.append((getattr(message, "reasoning", ""), (message.content or "").strip()))
+                if number < len(answers):
                     told = message.model_dump(exclude_none=True, exclude={"parsed"})
                     told["tool_calls"][0]["function"].pop("parsed_arguments", None)
                     result = {"role": "tool", "tool_call_id": told["tool_calls"][0]["id"], "content": "done"}
                     messages += [told, result]
             branches = list(stage.gateway.manager.find(agent.session["key"]).branches)
-            assert [len(branch.told) for branch in branches] == [2], "the last turn was asked again"
+            assert [len(branch.told) for branch in branches] == [len(answers)], "the last was asked again"
             await agent.client.close()
             return said
 
-    assert asyncio.run(run())[1:] == [("So.", "Sunny.")] * 2
+    assert asyncio.run(run()) == [(answer.thought, answer.text) for answer in asked_for]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
