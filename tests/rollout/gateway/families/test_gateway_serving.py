@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -54,6 +56,29 @@ def serve(
             await agent.client.close()
 
     asyncio.run(run())
+
+
+class Cycle:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_no_collection_visits_what_was_there_when_the_gateway_began_to_listen(config: VllmConfig):
+    async def script(stage: ScriptedStage, agent: ScriptedAgent) -> None:
+        assert gc.get_freeze_count() > len(gc.get_objects())
+        assert garbage() is None, "it is not kept for ever with them"
+
+    gc.unfreeze()  # what other tests' engines and pytest froze
+    gc.disable()
+    try:
+        garbage = weakref.ref(Cycle())
+        assert garbage() is not None and gc.get_freeze_count() == 0
+        serve(config, script)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def test_no_response_is_stored_even_where_vllm_would(config: VllmConfig, monkeypatch: pytest.MonkeyPatch):
