@@ -79,6 +79,9 @@ class PackedBatch:
         values_N, returns_N: A critic's value before each label at the start of the step, and its target.
         origin_N: Of a microbatch: where each position lies in the batch that was cut, -1 in a filler. On the
             CPU.
+        experts_N: Experts that the sampler's routers chose for the token at each position, int16 [N, layers,
+            active experts], -1 where none were recorded; None if nowhere. The last token of a row, which the
+            sampler never read, has none.
         oldest_trained: Of a batch on a GPU: the largest lag of its trained tokens, found before it was sent.
     """
 
@@ -107,6 +110,7 @@ class PackedBatch:
     values_N: torch.Tensor | None = None
     returns_N: torch.Tensor | None = None
     origin_N: torch.Tensor | None = None
+    experts_N: torch.Tensor | None = None
     oldest_trained: int | None = None
 
     @property
@@ -241,8 +245,11 @@ class PackedBatch:
     def _make_filler(self) -> PackedBatch:
         """Return one position that trains nothing, with every column that this batch has."""
         found = self._columns("_N") + self._columns("_R")
-        columns = {name: value.new_zeros(1) for name, value in found}
-        return self._of(columns | {"origin_N": torch.tensor([-1])}, [1])
+        columns = {name: value.new_zeros(1, *value.shape[1:]) for name, value in found}
+        columns["origin_N"] = torch.tensor([-1])
+        if "experts_N" in columns:
+            columns["experts_N"] -= 1
+        return self._of(columns, [1])
 
 
 def restore_order(microbatches: Sequence[PackedBatch], values: Sequence[torch.Tensor]) -> torch.Tensor:

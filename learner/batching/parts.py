@@ -45,7 +45,8 @@ def make_empty(step: int) -> PackedBatch:
 def join_batches(parts: Sequence[PackedBatch]) -> PackedBatch:
     """Return one batch of the groups of all `parts`, in their order.
 
-    A column that one part with rows lacks is left out; only `baseline_R` is NaN where a part has none.
+    A column that one part with rows lacks is left out; only `baseline_R` is NaN and `experts_N` -1 where a
+    part has none.
     """
     filled = [part for part in parts if part.num_rows]
     if len(filled) < 2:
@@ -63,6 +64,7 @@ def join_batches(parts: Sequence[PackedBatch]) -> PackedBatch:
         "group_R": [part.group_R + first for part, first in zip(filled, first_groups, strict=True)],
         "episode_R": [part.episode_R + first for part, first in zip(filled, first_episodes, strict=True)],
         "baseline_R": _fill_baselines(filled),
+        "experts_N": _fill_experts(filled),
     }
     lengths = [length for part in filled for length in part.row_lengths]
     joined = dataclasses.replace(
@@ -86,6 +88,17 @@ def _fill_baselines(parts: Sequence[PackedBatch]) -> list[torch.Tensor]:
     return [
         torch.full_like(part.rewards_R, none) if part.baseline_R is None else part.baseline_R
         for part in parts
+    ]
+
+
+def _fill_experts(parts: Sequence[PackedBatch]) -> list[torch.Tensor]:
+    found = [part.experts_N for part in parts if part.experts_N is not None]
+    return [
+        found[0].new_full((part.num_tokens, *found[0].shape[1:]), -1)
+        if part.experts_N is None
+        else part.experts_N
+        for part in parts
+        if found
     ]
 
 
