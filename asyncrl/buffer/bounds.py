@@ -24,12 +24,14 @@ class GroupBounds:
         answer_tokens: Of each trajectory after its prompt, observations included.
         turns: Of each trajectory.
         vocab_size: Token ids are below it; an id that the model lacks would end the learner at every start.
+        experts: Layers, experts chosen by each, experts in all of what is recorded; None if nothing is.
     """
 
     prompt_tokens: int = UNTOLD
     answer_tokens: int = UNTOLD
     turns: int = UNTOLD
     vocab_size: int = UNTOLD
+    experts: tuple[int, int, int] | None = None
 
     def check(self, group: Outline) -> None:
         """Raise WireError if the group is beyond a bound."""
@@ -55,6 +57,10 @@ class GroupBounds:
                 f"those of a vocabulary of {self.vocab_size}",
                 hint="Use the tokenizer of the run's model",
             )
+        if group.experts is not None:
+            if self.experts is None:
+                raise WireError(f"ticket {group.ticket}: this run records no experts")
+            group.experts.check(*self.experts)
 
 
 UNBOUNDED = GroupBounds()

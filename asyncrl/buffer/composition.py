@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from asyncrl.buffer.bounds import UNTOLD, GroupBounds
@@ -13,8 +12,10 @@ from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.config.conflicts import WITH_GREEDY
 from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config
+from asyncrl.core.experts import item_bytes
 from asyncrl.core.runtime.allocation import keep_freed_memory
 from asyncrl.core.service import ServiceContext
+from asyncrl.models.tables import read_vocab_size, routed_sizes
 
 _MAX_SPANS = 256
 """Versions that one trajectory can see in the worst case that memory is reserved for."""
@@ -23,11 +24,18 @@ _MAX_SPANS = 256
 def max_group_bytes(config: Config) -> int:
     """Return the bytes of the largest group that a replica may push, as `encode_group` makes it."""
     rollout = config.rollout
-    per_token = 4 + 1 + 4  # id, mask, log-prob
+    experts = count_expert_bytes(config)
+    per_token = 4 + 1 + 4 + experts  # id, mask, log-prob
     num_tokens = _most_answer_tokens(config)
     trajectory = num_tokens * per_token + 32 * min(_MAX_SPANS, num_tokens) + 64
     num_rows = rollout.group_size * (rollout.gateway.max_branches if rollout.gateway is not None else 1)
-    return num_rows * trajectory + 4 * config.data.max_prompt_tokens + 1024
+    return num_rows * trajectory + (4 + experts) * config.data.max_prompt_tokens + 1024
+
+
+def count_expert_bytes(config: Config) -> int:
+    """Return the bytes of a token's recorded experts, before the column is packed; 0 without."""
+    sizes = routed_sizes(config.model.path) if config.rollout.router_replay == "r3" else None
+    return 0 if sizes is None else sizes[0] * sizes[1] * item_bytes(sizes[2])
 
 
 def _most_answer_tokens(config: Config) -> int:
@@ -74,18 +82,9 @@ def group_bounds(config: Config) -> GroupBounds:
         prompt_tokens=config.data.max_prompt_tokens,
         answer_tokens=_most_answer_tokens(config),
         turns=rollout.max_tokens if rollout.environment is None else rollout.environment.max_turns,
-        vocab_size=min(read_vocab_size(Path(path)) or UNTOLD for path in models if path is not None),
+        vocab_size=min(read_vocab_size(path) or UNTOLD for path in models if path is not None),
+        experts=routed_sizes(config.model.path) if rollout.router_replay == "r3" else None,
     )
-
-
-def read_vocab_size(model: Path) -> int | None:
-    """Return how many tokens the model in this folder knows, None if its `config.json` does not say."""
-    try:
-        table = json.loads((model / "config.json").read_text())
-        size = table.get("vocab_size") or table.get("text_config", {}).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return size if isinstance(size, int) else None
 
 
 def build(context: ServiceContext) -> BufferService:

@@ -4,7 +4,8 @@ A group travels as one msgpack header and columnar little-endian arrays. `outlin
 everything about them, in whole columns; `decode_group` does too, and cuts them into trajectories.
 Invariant: a group from either is well formed. Nothing is copied: arrays are read-only views of frames.
 
-Shapes: P prompt tokens, T and N response tokens of a trajectory and of the group, G trajectories, S spans.
+Shapes: P prompt tokens, T and N response tokens of a trajectory and of the group, G trajectories, S spans;
+L layers, K experts of each (`asyncrl.core.experts`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import numpy.typing as npt
 
 from asyncrl.core import wire
 from asyncrl.core.errors import WireError
-from asyncrl.core.staleness import UNLOADED, Span
+from asyncrl.core.experts import FIELD, Column, Rows, encode, read_column
+from asyncrl.core.staleness import Span, check_spans
 
-GROUP_SCHEMA, FORKED_SCHEMA = 3, 4
-"""Form of a group's frames: of one trajectory per sample, and of samples that were forked. A header without
-the field is of schema 1; schema 2 had no turns and parts."""
+GROUP_SCHEMA, FORKED_SCHEMA, ROUTED_SCHEMA = 3, 4, 5
+"""Form of a group's frames: of one trajectory per sample, of samples that were forked, and of any with one
+frame more, of experts. A header without the field is of schema 1; schema 2 had no turns and parts."""
 FINISH_REASONS = ("stop", "length", "turns", "done")
 CUT_REASONS = ("length", "turns")
 """Of episodes that a limit ended. With `rollout.truncated: mask` no token of them is trained."""
@@ -54,6 +56,8 @@ class Trajectory:
         reward_parts: Parts of the reward by name, before weighting; empty if the reward has none.
         num_turns: Number of the model's turns, from 1.
         reason: Reason of a reward of 0 or less, as far as it is known: a `Reason`, or the reward's own words.
+        experts: Of each token [T, L, K]; None if none are recorded.
+        prompt_experts: Of the prompt's last tokens, as its own requests told them; its group has them all.
     """
 
     response_ids: npt.NDArray[np.int32]
@@ -65,6 +69,8 @@ class Trajectory:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     num_turns: int = 1
     reason: str = ""
+    experts: Rows | None = None
+    prompt_experts: Rows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -83,6 +89,7 @@ class Group:
         forked: Sample of each trajectory, empty if all have one: a fork has the tokens before it once more,
             with loss mask 0, and the reward of the episode.
         baseline_reward: Reward of a greedy answer to the prompt, which is no trajectory; None without one.
+        prompt_experts: Of each token of the prompt [P, L, K]; None if none are recorded.
     """
 
     ticket: int
@@ -91,6 +98,7 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     baseline_reward: float | None = None
     forked: tuple[int, ...] = ()
+    prompt_experts: Rows | None = None
 
     @property
     def samples(self) -> Sequence[int]:
@@ -143,6 +151,7 @@ class Outline:
         turns: Number of the model's turns in each.
         versions: Numbers of all policy versions that sampled a token.
         token_ids: The lowest and the highest id of prompt and responses.
+        experts: Of all tokens, not read yet; None if none are recorded.
     """
 
     ticket: int
@@ -157,6 +166,7 @@ class Outline:
     rewards: npt.NDArray[np.float32]
     baseline_reward: float | None
     forked: tuple[int, ...]
+    experts: Column | None
 
     @property
     def num_samples(self) -> int:
@@ -190,7 +200,9 @@ def _is_constant(rewards: Sequence[float], baseline_reward: float | None) -> boo
 
 
 def encode_group(group: Group) -> list[wire.Frame]:
-    """Return the frames of `group`: header, prompt ids, response ids, masks, log-probs, spans, rewards."""
+    """Return the frames of `group`: header, prompt ids, response ids, masks, log-probs, spans, rewards;
+    and experts, if there are any.
+    """
     trajectories = group.trajectories
     spans = [
         number
@@ -212,6 +224,10 @@ def encode_group(group: Group) -> list[wire.Frame]:
     header |= {} if group.baseline_reward is None else {"baseline_reward": group.baseline_reward}
     if group.forked:
         header["samples"] = list(group.forked)
+    rows = [(one.num_tokens, one.experts) for one in trajectories]
+    routed = encode([(len(group.prompt_ids), group.prompt_experts), *rows])
+    if routed is not None:
+        header |= {"schema": ROUTED_SCHEMA, FIELD: routed[0]}
     return [
         wire.pack_header(header),
         _column([group.prompt_ids], "<i4"),
@@ -220,6 +236,7 @@ def encode_group(group: Group) -> list[wire.Frame]:
         _column([trajectory.logprobs for trajectory in trajectories], "<f4"),
         struct.pack(f"<{len(spans)}q", *spans),
         np.asarray(group.rewards, dtype="<f4").tobytes(),
+        *([] if routed is None else [routed[1]]),
     ]
 
 
@@ -276,6 +293,8 @@ def decode_group(frames: Sequence[wire.Frame]) -> Group:
     for sample, version, start, end in columns.spans:
         spans_of[sample].append(Span(version, start, end))
     bounds = itertools.pairwise(itertools.accumulate(columns.lengths, initial=0))
+    rows = None if columns.experts is None else columns.experts.read()
+    num_prompt = len(columns.prompt_ids)
     rewards: list[float] = columns.rewards.tolist()
     trajectories = tuple(
         Trajectory(
@@ -288,11 +307,13 @@ def decode_group(frames: Sequence[wire.Frame]) -> Group:
             reward_parts=_parts_of(columns.parts, sample),
             num_turns=columns.turns[sample],
             reason=columns.reasons[sample],
+            experts=None if rows is None else rows[num_prompt + start : num_prompt + end],
         )
         for sample, (start, end) in enumerate(bounds)
     )
     identity = columns.ticket, columns.attempt, columns.prompt_ids
-    return Group(*identity, trajectories, columns.baseline_reward, columns.forked)
+    prompt_experts = None if rows is None else rows[:num_prompt]
+    return Group(*identity, trajectories, columns.baseline_reward, columns.forked, prompt_experts)
 
 
 def _parts_of(parts: Mapping[str, list[float | None]], sample: int) -> dict[str, float]:
@@ -319,6 +340,7 @@ def outline_group(frames: Sequence[wire.Frame]) -> Outline:
         rewards=columns.rewards,
         baseline_reward=columns.baseline_reward,
         forked=columns.forked,
+        experts=columns.experts,
     )
 
 
@@ -357,12 +379,14 @@ class _Columns:
     rewards: npt.NDArray[np.float32]
     baseline_reward: float | None
     forked: tuple[int, ...]
+    experts: Column | None
 
 
 def _read_columns(frames: Sequence[wire.Frame]) -> _Columns:
-    if len(frames) != NUM_FRAMES:
-        raise WireError(f"a group has {NUM_FRAMES} frames, not {len(frames)}")
-    header = wire.unpack_header(frames[0])
+    header = wire.unpack_header(frames[0]) if frames else {}
+    is_routed = header.get("schema") == ROUTED_SCHEMA
+    if len(frames) != NUM_FRAMES + is_routed:
+        raise WireError(f"a group has {NUM_FRAMES + is_routed} frames, not {len(frames)}")
     _check_schema(header.get("schema", 1))
     lengths = _non_negative_ints(header, "lengths")
     finish = _non_negative_ints(header, "finish")
@@ -378,7 +402,8 @@ def _read_columns(frames: Sequence[wire.Frame]) -> _Columns:
         raise WireError("a log-prob or a reward is not finite")
     flat = _array(frames[5], "<i8", 4 * wire.field(header, "num_spans", int), "spans")
     spans: list[list[int]] = flat.reshape(-1, 4).tolist()
-    _check_spans(spans, lengths)
+    check_spans(spans, lengths)
+    prompt_ids = _array(frames[1], "<i4", None, "prompt_ids")
     return _Columns(
         ticket=wire.field(header, "ticket", int),
         attempt=wire.field(header, "attempt", int),
@@ -387,7 +412,7 @@ def _read_columns(frames: Sequence[wire.Frame]) -> _Columns:
         turns=turns,
         parts=_reward_parts(header, len(lengths)),
         reasons=wire.texts(header, "reasons", len(lengths), MAX_REASON_CHARS),
-        prompt_ids=_array(frames[1], "<i4", None, "prompt_ids"),
+        prompt_ids=prompt_ids,
         response_ids=_array(frames[2], "<i4", total, "response_ids"),
         masks=_array(frames[3], "u1", total, "loss_mask"),
         logprobs=logprobs,
@@ -395,17 +420,18 @@ def _read_columns(frames: Sequence[wire.Frame]) -> _Columns:
         rewards=rewards,
         baseline_reward=_baseline_reward(header),
         forked=_forked_samples(header, rewards),
+        experts=read_column(header, frames[7], len(prompt_ids) + total) if is_routed else None,
     )
 
 
 def _check_schema(schema: object) -> None:
-    if type(schema) is int and schema in (GROUP_SCHEMA, FORKED_SCHEMA):
+    if type(schema) is int and GROUP_SCHEMA <= schema <= ROUTED_SCHEMA:
         return
     if type(schema) is not int or schema < 1:
         raise WireError("the schema of a group is a number from 1")
-    if schema > FORKED_SCHEMA:
+    if schema > ROUTED_SCHEMA:
         raise WireError(
-            f"a group has schema {schema}, this process reads {FORKED_SCHEMA}: its maker is newer",
+            f"a group has schema {schema}, this process reads {ROUTED_SCHEMA}: its maker is newer",
             hint="Update asyncrl where the buffer and the learner run, then where groups are made",
         )
     raise WireError(
@@ -416,7 +442,8 @@ def _check_schema(schema: object) -> None:
 
 def _forked_samples(header: Mapping[str, object], rewards: npt.NDArray[np.float32]) -> tuple[int, ...]:
     """Return the sample of each trajectory, empty where each has its own."""
-    if header.get("schema") != FORKED_SCHEMA:
+    schema = header.get("schema")
+    if schema != FORKED_SCHEMA and not (schema == ROUTED_SCHEMA and "samples" in header):
         return ()
     samples = _non_negative_ints(header, "samples")
     if len(samples) != len(rewards) or samples[:1] != [0]:
@@ -469,32 +496,3 @@ def _array(frame: wire.Frame, dtype: str, length: int | None, name: str) -> npt.
 def _is_finite(values: npt.NDArray[np.float32]) -> bool:
     """Tell whether all are finite. The extremes say so (NaN is one), in half the time of asking each."""
     return math.isfinite(values.min(initial=0.0)) and math.isfinite(values.max(initial=0.0))
-
-
-def _check_spans(spans: Iterable[Sequence[int]], lengths: Sequence[int]) -> None:
-    """Check that the spans, sample by sample, cover every length without gap in rising version order."""
-    last, end, version, num_samples = -1, 0, UNLOADED, len(lengths)
-    for sample, number, start, stop in spans:
-        if not 0 <= sample < num_samples:
-            raise WireError(f"a span names sample {sample} of {num_samples}")
-        if sample != last:
-            _check_covered(lengths, last, sample, end)
-            last, end, version = sample, 0, UNLOADED
-        if start != end or stop <= start or number <= version:
-            raise WireError(
-                f"sample {sample}: the span {start} to {stop} of version {number} does not follow "
-                f"token {end} of version {version}"
-            )
-        end, version = stop, number
-    _check_covered(lengths, last, num_samples, end)
-
-
-def _check_covered(lengths: Sequence[int], last: int, following: int, end: int) -> None:
-    """Check that sample `last` ends at `end`, and that those between it and `following` are empty."""
-    if following < last:
-        raise WireError(f"a span of sample {following} comes after one of sample {last}")
-    if last >= 0 and end != lengths[last]:
-        raise WireError(f"sample {last}: its spans end at token {end}, but there are {lengths[last]} tokens")
-    for sample in range(last + 1, following):
-        if lengths[sample]:
-            raise WireError(f"sample {sample}: no span covers its {lengths[sample]} tokens")

@@ -8,7 +8,10 @@ learner when it masks a token, and the loss when it asserts the bound again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from asyncrl.core.errors import WireError
 
 UNLOADED = 0
 """The version number of an engine that has loaded nothing yet; never used for training."""
@@ -62,3 +65,36 @@ def is_admissible(position: int, groups_per_step: int, served_step: int, max_lag
 def max_open_tickets(groups_per_step: int, max_lag: int) -> int:
     """Return rule (a) of admission: how many admitted tickets may be untrained at once."""
     return (max_lag + 1) * groups_per_step
+
+
+def check_spans(spans: Iterable[Sequence[int]], lengths: Sequence[int]) -> None:
+    """Raise WireError unless the spans cover every length without gap, in rising version order.
+
+    Args:
+        spans: (sample, version, start, end), sample by sample.
+    """
+    last, end, version, num_samples = -1, 0, UNLOADED, len(lengths)
+    for sample, number, start, stop in spans:
+        if not 0 <= sample < num_samples:
+            raise WireError(f"a span names sample {sample} of {num_samples}")
+        if sample != last:
+            _check_covered(lengths, last, sample, end)
+            last, end, version = sample, 0, UNLOADED
+        if start != end or stop <= start or number <= version:
+            raise WireError(
+                f"sample {sample}: the span {start} to {stop} of version {number} does not follow "
+                f"token {end} of version {version}"
+            )
+        end, version = stop, number
+    _check_covered(lengths, last, num_samples, end)
+
+
+def _check_covered(lengths: Sequence[int], last: int, following: int, end: int) -> None:
+    """Check that sample `last` ends at `end`, and that those between it and `following` are empty."""
+    if following < last:
+        raise WireError(f"a span of sample {following} comes after one of sample {last}")
+    if last >= 0 and end != lengths[last]:
+        raise WireError(f"sample {last}: its spans end at token {end}, but there are {lengths[last]} tokens")
+    for sample in range(last + 1, following):
+        if lengths[sample]:
+            raise WireError(f"sample {sample}: no span covers its {lengths[sample]} tokens")

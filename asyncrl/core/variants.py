@@ -122,6 +122,7 @@ class EngineFacts:
         logprob_tolerance: Difference of log-probs from one batch to another; 0 where they are bit-equal.
         environment: List of its own environment `.venv-<list>`. core_bytes: Memory of its processes on a CPU.
         quantizations: By `CPU` and `GPUs`. merges_adapters: Whether it takes versions of `model.lora`.
+        records_experts: Whether it says which experts each token was sent to, for `rollout.router_replay`.
         one_gpu: Why a replica has one GPU at most; empty where the engine is cut over several.
         unfit_model: `module:function` of (`config.json`, tokens of a row) that tells why it cannot run a model.
     """
@@ -142,6 +143,7 @@ class EngineFacts:
     one_gpu: str = ""
     merges_adapters: bool = False
     unfit_model: str = ""
+    records_experts: bool = False
 
     def find_deterministic_mode(self) -> str:
         """Return the setting under which no answer depends on other requests here; empty without it."""

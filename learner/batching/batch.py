@@ -311,6 +311,7 @@ def build_batch(groups: Sequence[Group], step: int, step_of_version: Mapping[int
         tickets_G=tuple(group.ticket for group in ordered),
         totals=Totals(0.0, 0.0, 0.0),
         baseline_R=_spread_baselines(ordered),
+        experts_N=_spread_experts(ordered),
     )
     return dataclasses.replace(batch, totals=count_totals(batch))
 
@@ -367,6 +368,28 @@ def _spread_baselines(ordered: Sequence[Group]) -> torch.Tensor | None:
     per_group = [math.nan if (found := group.baseline_reward) is None else found for group in ordered]
     sizes = [len(group.trajectories) for group in ordered]
     return torch.from_numpy(np.repeat(np.asarray(per_group, np.float32), sizes))
+
+
+def _spread_experts(ordered: Sequence[Group]) -> torch.Tensor | None:
+    """Return the recorded experts, see `PackedBatch.experts_N`. Raises DataError: they are of two models."""
+    parts = [
+        (length, rows)
+        for group in ordered
+        for one in group.trajectories
+        for length, rows in ((len(group.prompt_ids), group.prompt_experts), (one.num_tokens, one.experts))
+    ]
+    forms = {(rows.dtype, *rows.shape[1:]) for _, rows in parts if rows is not None}
+    if not forms:
+        return None
+    if len(forms) > 1:
+        raise DataError(f"a batch has recorded experts of several forms: {sorted(map(str, forms))}")
+    ((dtype, *sizes),) = forms
+    experts_N, start = np.full((sum(length for length, _ in parts), *sizes), -1, np.int16), 0
+    for length, rows in parts:
+        if rows is not None:
+            experts_N[start : start + length] = np.where(rows == np.iinfo(dtype).max, np.int16(-1), rows)
+        start += length
+    return torch.from_numpy(experts_N)
 
 
 def plan_minibatches(tickets: Sequence[int], num_minibatches: int) -> list[tuple[int, ...]]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from asyncrl.core.config.tree import Config
+    from asyncrl.core.experts import Rows
     from weight_sync.memory.staging import Staged
 
 
@@ -75,12 +76,14 @@ class Completion:
         logprobs: float32 [T], of the sampled tokens at the sampling temperature.
         spans: Version that sampled each range of tokens, covering 0..T.
         finish_reason: `stop` (end of sequence or a stop string) or `length`.
+        experts: Of the last tokens of prompt and response, as many as it has rows; None if none are recorded.
     """
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     spans: tuple[Span, ...]
     finish_reason: str
+    experts: Rows | None = None
 
 
 class Engine(Protocol):

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from asyncrl.core.experience import Trajectory
+from asyncrl.core.experts import Rows, extend, split
 from asyncrl.core.staleness import Span
 from rollout_service.engine.protocol import Completion
 from rollout_service.rewards.score import Score
@@ -35,6 +37,7 @@ class Transcript:
         self._logprobs: list[float] = []
         self._spans: list[Span] = []
         self._read: list[int] = []
+        self._experts: Rows | None = None
         self.num_turns = 0
 
     @property
@@ -63,8 +66,15 @@ class Transcript:
         self._logprobs += completion.logprobs.tolist()
         for span in completion.spans:
             self._cover(span.version, start + span.end)
+        self._experts = extend(self._experts, len(self._read), completion.experts)
         self.num_turns += 1
         assert not self._spans or self._spans[-1].end == len(self._ids), "every token has its version"
+
+    def without_known(self, completion: Completion) -> Completion:
+        """Return the next turn with experts of those tokens alone that no turn before has read."""
+        num_read = len(self._prompt_ids) + len(self._ids) + len(completion.token_ids)
+        _, new = split(completion.experts, num_read - max(0, len(self._read) - 1))
+        return replace(completion, experts=new)
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """Append what the model is told. Its tokens are not trained; they count to the version before."""
@@ -89,6 +99,8 @@ class Transcript:
 
     def trajectory(self, score: Score, reward: float, finish_reason: str) -> Trajectory:
         """Return the record of the episode, with `reward` as its reward and the parts of `score`."""
+        rows = extend(self._experts, len(self._prompt_ids) + len(self._ids), None)
+        prompt_experts, experts = split(rows, len(self._ids))
         return Trajectory(
             response_ids=np.asarray(self._ids, dtype=np.int32),
             loss_mask=np.asarray(self._mask, dtype=np.uint8),
@@ -99,6 +111,8 @@ class Transcript:
             reward_parts=score.parts,
             num_turns=self.num_turns,
             reason=score.reason,
+            experts=experts,
+            prompt_experts=prompt_experts,
         )
 
 

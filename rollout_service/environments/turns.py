@@ -71,7 +71,7 @@ class Turns:
             )
             request_id = f"{self._episode_id}.turn{turn}" if turn else self._episode_id
             completion = await self._engine.generate(transcript.next_prompt(), own, request_id)
-            record.say(completion, opening)
+            record.say(transcript.without_known(completion), opening)
             await record.flush()
             record.pass_point("rollout.turn_said")
         completion = record.turns[turn].completion

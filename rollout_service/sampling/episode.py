@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from asyncrl.core.experience import Trajectory
+from asyncrl.core.experts import split
 from rollout_service.data.prompts import TokenizedPrompt
 from rollout_service.engine.protocol import Completion, Engine, Interrupted, Sampling
 from rollout_service.rewards.score import Answer, Reward
@@ -86,6 +87,7 @@ class SingleTurn:
         reward = score.value
         if self._overlong is not None:
             reward = self._overlong.shape(reward, len(completion.token_ids))
+        prompt_experts, experts = split(completion.experts, len(completion.token_ids))
         return Trajectory(
             response_ids=completion.token_ids,
             loss_mask=np.ones(len(completion.token_ids), dtype=np.uint8),
@@ -95,6 +97,8 @@ class SingleTurn:
             finish_reason=completion.finish_reason,
             reward_parts=score.parts,
             reason=score.reason,
+            experts=experts,
+            prompt_experts=prompt_experts,
         )
 
     async def _complete(

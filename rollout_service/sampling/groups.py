@@ -23,6 +23,7 @@ from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.core.config.lengths import Lengths
 from asyncrl.core.errors import AsyncrlError, EngineError
 from asyncrl.core.experience import CUT_REASONS, UNFINISHED, Group, Trajectory, check_reward
+from asyncrl.core.experts import extend
 from asyncrl.core.runtime.faults import fault_point
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.engine.protocol import Interrupted, Sampling
@@ -117,10 +118,15 @@ class GroupRunner:
         if is_recorded or not any(trajectory.num_tokens for trajectory in trajectories):
             raise Interrupted(f"ticket {grant.ticket} was not begun", completion=partial_rollout.NOTHING)
         baseline_reward = partial.baseline_reward if isinstance(partial, Group) else None
+        prompt_experts = partial.prompt_experts if isinstance(partial, Group) else None
+        for one in trajectories:
+            prompt_experts = extend(prompt_experts, len(prompt.token_ids), one.prompt_experts)
         if len(trajectories) > self._settings.group_size:
             greedy = trajectories.pop()
             baseline_reward = None if greedy.finish_reason == UNFINISHED else greedy.reward
-        return Group(grant.ticket, grant.attempt, prompt.token_ids, tuple(trajectories), baseline_reward)
+        whole = tuple(dataclasses.replace(one, prompt_experts=None) for one in trajectories)
+        identity = grant.ticket, grant.attempt, prompt.token_ids
+        return Group(*identity, whole, baseline_reward, prompt_experts=prompt_experts)
 
     def is_complete(self, group: Group) -> bool:
         """Tell whether nothing of a group is left to do."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from asyncrl.core.experience import UNFINISHED, Trajectory
+from asyncrl.core.experts import Rows, extend, no_rows, split
 from asyncrl.core.staleness import Span
 from rollout_service.engine.protocol import Completion, Sampling
 
@@ -29,7 +30,7 @@ def begin_from(partial: Trajectory | None, max_tokens: int, served: int) -> Comp
         return NOTHING
     if partial.spans[-1].version > served:
         return NOTHING
-    return Completion(partial.response_ids, partial.logprobs, partial.spans, "abort")
+    return Completion(partial.response_ids, partial.logprobs, partial.spans, "abort", partial.experts)
 
 
 def continue_sampling(sampling: Sampling, num_begun: int) -> Sampling:
@@ -61,7 +62,23 @@ def join(begun: Completion, rest: Completion) -> Completion:
         logprobs=np.concatenate([begun.logprobs, rest.logprobs]).astype(np.float32),
         spans=tuple(spans),
         finish_reason=rest.finish_reason,
+        experts=_join_experts(begun, rest),
     )
+
+
+def _join_experts(begun: Completion, rest: Completion) -> Rows | None:
+    """Return the rows of both. Another pass computed the beginning again: its rows are not those that sampled
+    it, but for the last token, which no pass had read before.
+    """
+    num_begun, num_rest = len(begun.token_ids), len(rest.token_ids)
+    if rest.experts is None:
+        return extend(begun.experts, num_begun + num_rest, None)
+    rows = rest.experts.copy()
+    last = len(rows) - num_rest - 1
+    rows[last + 1 - num_begun : last] = (
+        no_rows(num_begun - 1, rows) if begun.experts is None else begun.experts[:-1]
+    )
+    return rows
 
 
 def cut_at_stop(
@@ -85,11 +102,14 @@ def _cut(whole: Completion, end: int) -> Completion:
     spans = tuple(
         Span(span.version, span.start, min(span.end, end)) for span in whole.spans if span.start < end
     )
-    return Completion(whole.token_ids[:end], whole.logprobs[:end], spans, "stop")
+    first, _ = split(whole.experts, len(whole.token_ids) - end + 1)
+    experts = None if first is None else extend(first, len(first) + 1, None)
+    return Completion(whole.token_ids[:end], whole.logprobs[:end], spans, "stop", experts)
 
 
 def as_unfinished(completion: Completion) -> Trajectory:
     """Return the beginning of an answer as a trajectory that a later attempt may go on from."""
+    prompt_experts, experts = split(completion.experts, len(completion.token_ids))
     return Trajectory(
         response_ids=completion.token_ids,
         loss_mask=np.ones(len(completion.token_ids), dtype=np.uint8),
@@ -97,4 +117,6 @@ def as_unfinished(completion: Completion) -> Trajectory:
         spans=completion.spans,
         reward=0.0,
         finish_reason=UNFINISHED,
+        experts=experts,
+        prompt_experts=prompt_experts,
     )

@@ -141,6 +141,9 @@ class EpisodeRecord:
         attempt = self.key[1] if self.key is not None else 0
         opened = plain(opening) if not self.turns else ""
         self.note(records.said(sample, last + 1, attempt, completion, opened))
+        routed = records.routed(sample, last + 1, completion.experts)
+        if routed is not None:
+            self.note(routed)
 
     def step(self, step: Step) -> None:
         """Note the environment's answer to the present turn."""

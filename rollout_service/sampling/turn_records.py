@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import cast
+from typing import Annotated, cast
 
 import msgspec
 import numpy as np
 
 from asyncrl.core.errors import WireError
+from asyncrl.core.experts import FIELD, Rows, read_column
+from asyncrl.core.experts import encode as pack
 from asyncrl.core.staleness import Span
 from asyncrl.core.wire import Frame
 from rollout_service.engine.protocol import Completion
@@ -38,6 +40,14 @@ class Said(Entry, frozen=True, array_like=True, tag="said"):
     spans: tuple[tuple[int, int, int], ...]
     finish_reason: str
     opening: PlainObservation = ""
+
+
+class Routed(Entry, frozen=True, array_like=True, tag="routed"):
+    """Experts of the last `num_tokens` tokens up to the turn's end (`asyncrl.core.experts.Column`)."""
+
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    form: tuple[int, int, int, int]
+    frame: bytes
 
 
 class Begun(Entry, frozen=True, array_like=True, tag="begun"):
@@ -67,7 +77,7 @@ class Forked(Entry, frozen=True, array_like=True, tag="forked"):
     origin: int
 
 
-AnyEntry = Forked | Said | Begun | Answered | Stepped
+AnyEntry = Forked | Said | Routed | Begun | Answered | Stepped
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[AnyEntry])
 
 
@@ -99,6 +109,16 @@ def said(sample: int, turn: int, attempt: int, completion: Completion, opening: 
     return Said(sample, turn, attempt, ids.tobytes(), logprobs.tobytes(), spans, reason, opening)
 
 
+def routed(sample: int, turn: int, experts: Rows | None) -> Routed | None:
+    """Return the entry of a turn's experts, None if there are none."""
+    told = None if experts is None else pack([(len(experts), experts)])
+    if experts is None or told is None:
+        return None
+    num_layers, num_chosen, num_bytes, is_packed = told[0]
+    form = num_layers, num_chosen, num_bytes, is_packed
+    return Routed(sample, turn, len(experts), form, bytes(told[1]))
+
+
 def encode(entry: AnyEntry) -> bytes:
     """Return an entry as `join` takes it. Raises TypeError, ValueError, OverflowError."""
     return _ENCODER.encode(entry)
@@ -126,7 +146,7 @@ def forked(turns: Sequence[Turn], num_turns: int) -> list[Turn]:
     return [replace(turn, is_shared=True) for turn in turns[:num_turns]]
 
 
-def add(turns: list[Turn], entry: Said | Begun | Answered | Stepped) -> None:
+def add(turns: list[Turn], entry: Said | Routed | Begun | Answered | Stepped) -> None:
     """Let `turns` of one sample become what they are after `entry`. Raises WireError."""
     if isinstance(entry, Said):
         if entry.turn <= len(turns):
@@ -136,6 +156,9 @@ def add(turns: list[Turn], entry: Said | Begun | Answered | Stepped) -> None:
     elif entry.turn == len(turns) - 1:
         turn = turns[-1]
         match entry:
+            case Routed(num_tokens=num_tokens, form=form, frame=frame):
+                column = read_column({FIELD: list(form)}, frame, num_tokens)
+                turn.completion = replace(turn.completion, experts=column.read())
             case Begun(index=index):
                 turn.begun.add(index)
             case Answered(index=index):

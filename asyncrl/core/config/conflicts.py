@@ -107,6 +107,7 @@ def find_conflicts(config: Root) -> list[Conflict]:
         *_find_engine_conflicts(config),
         *_find_quantization_conflicts(config),
         *_find_lora_conflicts(config),
+        *_find_replay_conflicts(config),
         *_find_critic_conflicts(config),
         *_find_reward_conflicts(config),
         *_find_gateway_conflicts(config),
@@ -185,6 +186,21 @@ def _find_lora_conflicts(config: Root) -> Iterator[Conflict]:
         if config.model.lora.rank and is_set:
             hint = f"Leave it out, or {key}: 0"
             yield Conflict((option, key), f"{option} does not take adapters: {why}", hint)
+
+
+def _find_replay_conflicts(config: Root) -> Iterator[Conflict]:
+    """Yield what records no experts."""
+    rollout, key = config.rollout, "rollout.router_replay"
+    lacking = [facts.title for facts in map(engine_facts, rollout.engines) if not facts.records_experts]
+    is_without = bool(rollout.gpus) and rollout.prefix_caching is False
+    for option, is_set, why in (
+        ("rollout.engine", lacking, f"{', '.join(lacking)} does not say which experts it chose"),
+        ("rollout.gateway", rollout.gateway is not None, "agents' answers come without them"),
+        ("rollout.prefix_caching", is_without, "on GPUs vLLM keeps them with the blocks of its prefix cache"),
+    ):
+        if rollout.router_replay != "off" and is_set:
+            hint = f"Leave it out, or {key}: off"
+            yield Conflict((option, key), f"{option} does nothing for {key}: {why}", hint)
 
 
 def _find_critic_conflicts(config: Root) -> list[Conflict]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.buffer.composition import count_expert_bytes
 from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config
 from asyncrl.core.staleness import max_open_tickets
@@ -83,6 +84,9 @@ def derive(config: Config) -> list[Derived]:
     if config.learner.min_lr_ratio != 1.0:
         last = learner.lr * learner.min_lr_ratio
         found.append(Derived("last learning rate", last, "learner.lr x the ratio of learner.lr_schedule"))
+    if num_bytes := count_expert_bytes(config):
+        rule = "rollout.router_replay: layers x experts of a token, before the column is packed"
+        found.append(Derived("bytes of a token's experts", num_bytes, rule))
     if rollout.replicas.is_elastic or rollout.standby:
         found.append(Derived("rollout replicas", _range(config), "rollout.replicas, rollout.standby"))
     if rollout.num_nodes > 1:

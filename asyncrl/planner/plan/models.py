@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config, LearnerSection
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import backend_facts, backend_names, function
@@ -64,6 +65,19 @@ def check_adapters(config: Config) -> Iterator[str]:
         return  # `check_models` says why
     if lora.path is not None and not Path(lora.path, "adapter_config.json").is_file():
         yield f"model.lora.path: '{lora.path}' holds no PEFT adapter (no adapter_config.json)"
+
+
+def check_router_replay(config: Config) -> Iterator[str]:
+    """Say why no experts can be recorded: there are none, or a GPU's engine would not keep them."""
+    key = "rollout.router_replay: r3"
+    if config.rollout.router_replay == "off":
+        return
+    with contextlib.suppress(KeyError, OSError, ValueError, TypeError):  # `check_models` says why
+        if Experts.read(table_of(config.model.path)) is None:
+            yield f"{key} needs a mixture of experts, and '{config.model.path}' is none; set it to off"
+    is_shared, why = choose_prefix_caching(config)
+    if config.rollout.gpus and not is_shared:
+        yield f"{key} needs rollout.prefix_caching on GPUs, and it is off ({why}); set it to true"
 
 
 def _check_tokenizer(paths: Mapping[str, str]) -> Iterator[str]:

@@ -30,6 +30,7 @@ import numpy as np
 
 from asyncrl.core.config.tree import LoraSection
 from asyncrl.core.errors import ConfigError, EngineError
+from asyncrl.core.experts import ITEM_BYTES, Rows, extend, item_bytes
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.staleness import UNLOADED, Span
 from asyncrl.core.status.replica import CacheStatus
@@ -63,6 +64,10 @@ PLUGIN_GROUP = "vllm.general_plugins"
 DEATH_WATCH_S = 0.5
 WARM_UP_DEADLINE_S = 300.0
 CPU_BATCH_TOKENS = 8192
+ROUTED = {
+    "worker_cls": "rollout_service.engine.vllm.core.routed.RoutedWorker",
+    "scheduler_cls": "rollout_service.engine.vllm.core.routed.RoutedScheduler",
+}
 SHUTDOWN_S = 1.0
 """Nothing is to be saved: a core that has not ended by then is killed."""
 
@@ -89,6 +94,7 @@ class VllmSettings:
         quantization: `int8` on CPU or `fp8` on GPUs, of weights as they are loaded; None keeps `dtype`.
         engine_args: Further arguments of `AsyncEngineArgs`.
         lora: Adapters that versions hold, if its rank is not 0; each version's are merged into the model.
+        num_experts: Of the model, if completions are to say which ones each token was sent to; else 0.
     """
 
     model: str
@@ -107,6 +113,7 @@ class VllmSettings:
     quantization: str | None = None
     engine_args: Mapping[str, object] = field(default_factory=dict)
     lora: LoraSection = field(default_factory=LoraSection)
+    num_experts: int = 0
 
 
 T = TypeVar("T")
@@ -180,7 +187,7 @@ class VllmEngine(InFlightEngine[str]):
             output = await self._final_output(list(prompt_ids), sampling, request_id)
         finally:
             self._running.discard(request_id)
-        completion = read_output(output)
+        completion = read_output(output, self._settings.num_experts)
         if completion.finish_reason == "abort":
             raise Interrupted(f"request {request_id} was ended before its end", completion=completion)
         if completion.finish_reason not in ("stop", "length") or not len(completion.token_ids):
@@ -375,7 +382,9 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, object]:
     everywhere["distributed_executor_backend"] = "uni" if num_workers == 1 else "mp"
     if settings.num_gpus:
         share = settings.memory_share
-        on_gpu = {} if share is None else {"gpu_memory_utilization": share}
+        on_gpu: dict[str, object] = {} if share is None else {"gpu_memory_utilization": share}
+        if settings.num_experts:
+            on_gpu["enable_return_routed_experts"] = True
         return {**everywhere, **on_gpu, **settings.engine_args}
     on_cpu = {
         "enforce_eager": True,
@@ -384,6 +393,7 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, object]:
         # the engine died when requests were recomputed after a swap.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(settings.max_model_tokens, CPU_BATCH_TOKENS),
+        **(ROUTED if settings.num_experts else {}),
     }
     return {**everywhere, **on_cpu, **settings.engine_args}
 
@@ -406,7 +416,7 @@ def _sampling_params(sampling: Sampling) -> object:
     )
 
 
-def read_output(output: RequestOutput) -> Completion:
+def read_output(output: RequestOutput, num_experts: int = 0) -> Completion:
     """Return the one completion of a final output, also that of a request that was aborted.
 
     Raises:
@@ -422,7 +432,17 @@ def read_output(output: RequestOutput) -> Completion:
         logprobs=np.asarray(logprobs.logprobs, dtype=np.float32),
         spans=tuple(Span(int(span.version), span.start, span.end) for span in versions),
         finish_reason=completion.finish_reason,
+        experts=_read_experts(completion.routed_experts, num_experts),
     )
+
+
+def _read_experts(routed: Rows | None, num_experts: int) -> Rows | None:
+    """Return vLLM's rows with one more, of the last token: it was sampled and never read."""
+    if routed is None or not num_experts:
+        return None
+    # vLLM's own rows of 256 experts have a byte each, and none for a token without a row
+    rows = routed.astype(ITEM_BYTES[item_bytes(num_experts)], copy=False)
+    return extend(rows, len(rows) + 1, None)
 
 
 def _check_plugin() -> None:

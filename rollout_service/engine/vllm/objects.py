@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from asyncrl.core.experts import Rows
+
 
 class TokenPrompt(TypedDict):
     """A prompt by its ids. `cache_salt` keeps its prefixes apart from those of other salts."""
@@ -44,6 +46,7 @@ class CompletionOutput(Protocol):
     finish_reason: str | None
     stop_reason: int | str | None
     weight_versions: Sequence[VersionSpan] | None
+    routed_experts: Rows | None
 
 
 class RequestOutput(Protocol):

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from asyncrl.core.config.gpus import memory_share
 from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 from asyncrl.core.service import NODE_VARIABLE
+from asyncrl.models.tables import read_experts
 from rollout_service.engine.protocol import Engine, EngineVariant
 
 if TYPE_CHECKING:
@@ -63,7 +65,21 @@ def settings_of(config: Config) -> VllmSettings:
         quantization=rollout.quantization,
         engine_args={name: value for name, value in rollout.engine_args.items() if name != "nnodes"},
         lora=config.model.lora,
+        num_experts=_num_recorded(config),
     )
+
+
+def _num_recorded(config: Config) -> int:
+    """Return how many experts each layer has, if the engine is to say which it chose; else 0."""
+    if config.rollout.router_replay == "off":
+        return 0
+    experts = read_experts(config.model.path)
+    if experts is None:
+        raise ConfigError(
+            f"rollout.router_replay: r3 needs a mixture of experts, and '{config.model.path}' is none",
+            hint="Leave it out for a dense model",
+        )
+    return experts.num
 
 
 _PLACEMENT = "a replica is one engine, sharded over rollout.gpus on nnodes nodes"
@@ -113,6 +129,7 @@ OWNED_ARGS = {
         _PROBABILITIES,
     ),
     **dict.fromkeys(("quantization", "quantization_config"), "it is rollout.quantization"),
+    **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), "it is rollout.router_replay"),
     "disable_log_stats": "its statistics are read by the replica",
 }
 """By vLLM 0.32's names. The rest is the user's."""
@@ -131,6 +148,7 @@ VARIANT = VllmVariant(
     shares_prefixes=True,
     quantizations={"CPU": "int8", "GPUs": "fp8"},
     merges_adapters=True,
+    records_experts=True,
     cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
 )
 """A test compares the head sizes with those that vLLM states."""

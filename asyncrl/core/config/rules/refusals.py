@@ -44,10 +44,6 @@ _MOE = (
     "a mixture of experts needs no key of its own",
     "model.path names it; learner.ep and learner.etp say how ranks share its experts",
 )
-_REPLAY = (
-    "there is no replay of the engine's routing yet",
-    "Leave it out: the learner's router chooses, in float32, and the correction weighs the difference",
-)
 _STAGE = (
     "weights are always staged",
     "Leave it out: they arrive in shared memory beside the engine while generation goes on",
@@ -75,7 +71,6 @@ NOT_THERE: Mapping[str, tuple[str, str]] = {
         ("vision", "image_key", "images", "video_key", "videos", "multimodal", "processor"), _VISION
     ),
     **dict.fromkeys(("moe", "expert_parallel", "expert_parallel_size", "num_experts"), _MOE),
-    "router_replay": _REPLAY,
     "stage": _STAGE,
     **dict.fromkeys(("quantize", "fp8", "load_in_8bit", "load_in_4bit", "qlora"), _QUANTIZED),
     **dict.fromkeys(("speculative", "speculative_config", "speculative_model", "draft_model"), _SPECULATIVE),
@@ -87,6 +82,7 @@ NOT_THERE: Mapping[str, tuple[str, str]] = {
 _ADAPTIVE = "Write adaptive: {target, horizon} under 'algorithm.kl', and leave it out for a fixed coefficient"
 _REVISION = "Write it behind the hub id: path: owner/name@revision"
 _GPUS = "Write gpus under 'rollout': an engine is cut over the GPUs of its replica"
+_REPLAY = "Write router_replay: r3 under 'rollout': the engine records the experts that it chose"
 _OVERLONG = "Write overlong: {buffer_tokens, penalty} under 'reward', and leave it out for none"
 
 
@@ -116,6 +112,8 @@ MOVED = {
     "reward.overlong_buffer_tokens": _OVERLONG,
     "reward.overlong_penalty": _OVERLONG,
     "buffer.managed": "Write url: managed under 'buffer'",
+    "router_replay": _REPLAY,
+    "learner.router_replay": _REPLAY,
     "rollout.tensor_parallel_size": _GPUS,
     "rollout.tp": _GPUS,
     "rollout.multi_turn": "Write environment: {name, max_turns} under 'rollout'",

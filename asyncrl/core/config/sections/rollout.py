@@ -176,6 +176,8 @@ class RolloutSection(Section):
     """[bytes] Size of an engine's KV cache on CPU; on GPUs vLLM takes the free memory."""
     quantization: Literal["int8", "fp8"] | None = None
     """Kind that an engine quantises each version to: int8 on CPU, fp8 on GPUs; null keeps `model.dtype`."""
+    router_replay: Literal["off", "r3"] = "off"
+    """Whether the experts chosen in generation are recorded and chosen again in training."""
     engine_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Arguments of the engine's own; vLLM's `nnodes`, SGLang's `python` too; of several engines by engine.
     For example: {nnodes: 2}, {vllm: {block_size: 32}}"""

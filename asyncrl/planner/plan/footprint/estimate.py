@@ -57,6 +57,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     folders.check_run_folder,
     models.check_models,
     models.check_adapters,
+    models.check_router_replay,
     models.check_reward_models,
     check_lengths,
     check_data,
