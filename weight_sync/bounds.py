@@ -10,9 +10,9 @@ from math import prod
 from pathlib import Path
 
 from asyncrl.core.config.tree import Config
-from asyncrl.core.files.weight_files import read_shapes
 from asyncrl.core.rpc import Limits
 from asyncrl.core.wire import MAX_REQUEST_BYTES
+from asyncrl.models.weight_files import read_shapes
 from weight_sync.memory.manifest import ANY_VERSION, ITEM_BYTES, VersionBounds
 
 SPARE = 2

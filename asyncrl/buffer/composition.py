@@ -11,11 +11,11 @@ from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.config.conflicts import WITH_GREEDY
 from asyncrl.core.config.prefix_caching import choose_prefix_caching
+from asyncrl.core.config.recorded_experts import count_expert_bytes, recorded_sizes
 from asyncrl.core.config.tree import Config
-from asyncrl.core.experts import item_bytes
 from asyncrl.core.runtime.allocation import keep_freed_memory
 from asyncrl.core.service import ServiceContext
-from asyncrl.models.tables import read_vocab_size, routed_sizes
+from asyncrl.models.tables import read_vocab_size
 
 _MAX_SPANS = 256
 """Versions that one trajectory can see in the worst case that memory is reserved for."""
@@ -30,12 +30,6 @@ def max_group_bytes(config: Config) -> int:
     trajectory = num_tokens * per_token + 32 * min(_MAX_SPANS, num_tokens) + 64
     num_rows = rollout.group_size * (rollout.gateway.max_branches if rollout.gateway is not None else 1)
     return num_rows * trajectory + (4 + experts) * config.data.max_prompt_tokens + 1024
-
-
-def count_expert_bytes(config: Config) -> int:
-    """Return the bytes of a token's recorded experts, before the column is packed; 0 without."""
-    sizes = routed_sizes(config.model.path) if config.rollout.router_replay == "r3" else None
-    return 0 if sizes is None else sizes[0] * sizes[1] * item_bytes(sizes[2])
 
 
 def _most_answer_tokens(config: Config) -> int:
@@ -83,7 +77,7 @@ def group_bounds(config: Config) -> GroupBounds:
         answer_tokens=_most_answer_tokens(config),
         turns=rollout.max_tokens if rollout.environment is None else rollout.environment.max_turns,
         vocab_size=min(read_vocab_size(path) or UNTOLD for path in models if path is not None),
-        experts=routed_sizes(config.model.path) if rollout.router_replay == "r3" else None,
+        experts=recorded_sizes(config),
     )
 
 

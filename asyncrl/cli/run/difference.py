@@ -1,6 +1,6 @@
 """Differences between a configuration and that of a run, with the keys that may change at a resume.
 
-Owns no rule: `config.rules.resume` knows the keys that a run's journal and checkpoints depend on.
+Owns no rule: `resume_rules` knows the keys that a run's journal and checkpoints depend on.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.cli.run.resume import relocate
+from asyncrl.cli.run.resume_rules import find_breaks
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.core.config.load import load_config, load_resolved
-from asyncrl.core.config.rules.resume import find_breaks
 from asyncrl.core.config.tree import Config
 
 OTHER_RUN = ("run.name", "run.dir")

@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from asyncrl.cli.run.resume_rules import find_breaks
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.rows.row_files import is_evaluation, keep_rows
 from asyncrl.core.config.load import load_resolved
 from asyncrl.core.config.plain import JsonValue
-from asyncrl.core.config.rules.resume import find_breaks
 from asyncrl.core.config.tree import Config, CriticSection, ModelSection, RewardPart
 from asyncrl.core.errors import CheckpointError, ConfigError, NoJournal
-from asyncrl.core.files.weight_files import read_shapes
 from asyncrl.core.metrics.metric import Row
 from asyncrl.core.variants import function, journal_facts
+from asyncrl.models.weight_files import read_shapes
 from asyncrl.planner.plan import prepare
 
 FetchedSection = ModelSection | CriticSection

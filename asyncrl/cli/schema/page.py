@@ -12,10 +12,10 @@ from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from asyncrl.cli.run.resume_rules import CHANGES_ON_RESUME, SAME_ON_RESUME
 from asyncrl.cli.schema.draft import summary_of
 from asyncrl.cli.schema.leaves import Leaf, is_section, section_in, walk
 from asyncrl.core.config.rules.format import FORMAT
-from asyncrl.core.config.rules.resume import CHANGES_ON_RESUME, SAME_ON_RESUME
 from asyncrl.core.config.tree import Config
 
 HEAD = """# Configuration
@@ -34,7 +34,7 @@ RESUME = """## What a resume may change
 
 `asyncrl up` of a run that has a checkpoint goes on from it. Some keys must have the values that the run began
 with, because its journal and its checkpoints depend on them; every other key may change from one start to the
-next (`asyncrl.core.config.rules.resume`).
+next (`asyncrl.cli.run.resume_rules`).
 
 """
 BOUNDS = {Ge: "from {0.ge}", Gt: "above {0.gt}", Le: "to {0.le}", Lt: "below {0.lt}"}

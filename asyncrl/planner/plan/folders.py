@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from asyncrl.core.config.tree import Config
-from asyncrl.core.files.weight_files import INDEX, WEIGHTS, read_header, read_index
+from asyncrl.models.weight_files import INDEX, WEIGHTS, read_header, read_index
 
 AGAIN = "fetch or copy it again"
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.txt",), ("vocab.json", "merges.txt"))

@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from asyncrl.core.config.tree import LoraSection
-from asyncrl.core.files.weight_files import read_shapes
+from asyncrl.models.weight_files import read_shapes
 from learner.lora.folder import save_adapter
 from weight_sync.encoding.low_rank import factor_shapes
 

@@ -11,8 +11,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from asyncrl.core.files.weight_files import WEIGHTS
 from asyncrl.models.named_models import tensor_shapes
+from asyncrl.models.weight_files import WEIGHTS
 
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 SIZES = {

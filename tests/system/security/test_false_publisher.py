@@ -17,11 +17,11 @@ from asyncrl.cli.reports.weights import inspect_weights
 from asyncrl.cli.run.client import connect
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.core.errors import DeadlineExceeded, NotAllowed
-from asyncrl.core.files.weight_files import read_shapes
 from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.sockets.keys import ClientKeys, make_run_keys, read_client_keys
 from asyncrl.core.staleness import PolicyVersion
+from asyncrl.models.weight_files import read_shapes
 from tests.system.parts.up_run import UpRun, leftovers
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
 from weight_sync.memory.segments import SHM_DIR

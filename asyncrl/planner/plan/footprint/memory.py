@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 from asyncrl.core.config.conflicts import WITH_VALUES
 from asyncrl.core.config.gpus import memory_share
+from asyncrl.core.config.recorded_experts import recorded_sizes
 from asyncrl.core.config.tree import Config
+from asyncrl.core.experts import item_bytes
 from asyncrl.core.variants import backend_facts, engine_facts
 
 HOST, SHM = "host", "/dev/shm"
@@ -29,6 +31,7 @@ BUFFER, FRONT_ENDS, ENGINE_CORES, VERSIONS = (
 SNAPSHOTS, STAGES, NUM_DIRECT = "snapshots of versions", "stages of engine workers", 2
 """With `weight_sync.backend: direct`: versions that ranks keep to send, and that workers hold, at most. Ranks
 keep another one as the base of differences; a worker's base is one of the two."""
+EXPERTS = "recorded experts of a step"
 RELAYED = "a version while it is loaded"
 UTILIZATION = "gpu_memory_utilization"
 LEARNER_GPU, ROLLOUT_GPU = "each GPU of the learner", "each GPU of a replica"
@@ -148,6 +151,7 @@ def _learner_parts(
     yield Part(
         HOST, "learner processes", LEARNER_BYTES * ranks, f"{LEARNER_BYTES / GB:.2g} GB x {ranks} ranks"
     )
+    yield from _expert_parts(config, ranks)
     if num_weights is None:
         return
     trained = _trained(config, num_weights if adapter_weights is None else adapter_weights, critic_weights)
@@ -172,6 +176,19 @@ def _learner_parts(
         num_bytes = SNAPSHOT_BYTES * size * ranks // learner.num_ranks
         rule += f" x {ranks} of {learner.num_ranks} ranks" if ranks < learner.num_ranks else ""
         yield Part(HOST, f"copy of the {name} for a checkpoint", num_bytes, rule)
+
+
+def _expert_parts(config: Config, ranks: int) -> Iterator[Part]:
+    """Yield what a step's recorded experts take: as they arrive, and in two bytes each in the batch."""
+    sizes, learner, rollout = recorded_sizes(config), config.learner, config.rollout
+    if sizes is None:
+        return
+    num_layers, num_chosen, num_experts = sizes
+    of_token = num_layers * num_chosen * (item_bytes(num_experts) + 2)
+    rows = learner.groups_per_step * rollout.group_size
+    tokens = rows * (config.data.max_prompt_tokens + rollout.max_tokens)
+    rule = f"{of_token} bytes x {tokens / 1e6:.3g} M tokens / dp {learner.dp} x {ranks} ranks"
+    yield Part(HOST, EXPERTS, of_token * tokens * ranks // learner.dp, rule)
 
 
 @dataclass(frozen=True)

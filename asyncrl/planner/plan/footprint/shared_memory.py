@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.core.config.tree import Config
-from asyncrl.core.files.weight_files import read_shapes
 from asyncrl.models import named_models
+from asyncrl.models.weight_files import read_shapes
 from weight_sync.encoding.low_rank import factor_shapes
 from weight_sync.protocol.swap_scheduler import max_loads
 

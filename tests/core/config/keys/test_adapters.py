@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.core.config.rules.resume import find_breaks
+from asyncrl.cli.run.resume_rules import find_breaks
 from asyncrl.core.config.tree import Config
 from asyncrl.planner.plan.footprint import shared_memory
 from asyncrl.planner.plan.footprint.memory import count_parts
