@@ -11,7 +11,7 @@ from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.config.conflicts import WITH_GREEDY
 from asyncrl.core.config.prefix_caching import choose_prefix_caching
-from asyncrl.core.config.recorded_experts import count_expert_bytes, recorded_sizes
+from asyncrl.core.config.rules.recorded_experts import count_expert_bytes, recorded_sizes
 from asyncrl.core.config.tree import Config
 from asyncrl.core.runtime.allocation import keep_freed_memory
 from asyncrl.core.service import ServiceContext

@@ -88,7 +88,9 @@ def measure(num_groups: int, repeats: int) -> dict[str, Any]:
 
 
 def _measure_once(num_groups: int, routes: Rows | None, is_packed: bool) -> dict[str, float]:
-    packed, experts.MOST_PACKED = experts.MOST_PACKED, experts.MOST_PACKED if is_packed else 0.0
+    codec, sort = experts._codec, experts._sorted_steps
+    if not is_packed:
+        experts._codec, experts._sorted_steps = _Plain, lambda rows: rows
     with tempfile.TemporaryDirectory(prefix="asyncrl-experts-", dir=os.environ.get("TMPDIR")) as name:
         command = [sys.executable, "-m", "benchmarks.buffer.experts", "serve", name, str(num_groups)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -99,9 +101,16 @@ def _measure_once(num_groups: int, routes: Rows | None, is_packed: bool) -> dict
                 "journal_MB": sum(file.stat().st_size for file in Path(name).rglob("*.segment")) / 1e6
             }
         finally:
-            experts.MOST_PACKED = packed
+            experts._codec, experts._sorted_steps = codec, sort
             process.kill()
             process.wait()
+
+
+class _Plain:
+    """A codec that saves no byte: the column is sent as it is."""
+
+    def compress(self, data: memoryview, asbytes: bool) -> memoryview:
+        return data.cast("B")
 
 
 async def _exchange(address: str, num_groups: int, routes: Rows | None) -> dict[str, float]:
@@ -207,6 +216,7 @@ def routes_of_model() -> Rows:
         num_key_value_heads=1,
         head_dim=32,
     )
+    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_config(config).eval()
     chosen: list[torch.Tensor] = []
 

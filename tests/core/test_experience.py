@@ -11,9 +11,9 @@ from asyncrl.core import wire
 from asyncrl.core.errors import WireError
 from asyncrl.core.experience import (
     FINISH_REASONS,
-    FORKED_SCHEMA,
     GROUP_SCHEMA,
     MAX_REWARD_PARTS,
+    ROUTED_SCHEMA,
     Group,
     Trajectory,
     decode_group,
@@ -175,7 +175,7 @@ def test_a_true_does_not_pass_for_a_number() -> None:
 @pytest.mark.parametrize(
     ("schema", "word"),
     [
-        (FORKED_SCHEMA + 1, "newer"),
+        (ROUTED_SCHEMA + 1, "newer"),
         (2, "schema 2, .* older"),
         (1, "older"),
         (None, "older"),

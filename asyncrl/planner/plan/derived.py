@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl.core.config.prefix_caching import choose_prefix_caching
-from asyncrl.core.config.recorded_experts import count_expert_bytes
+from asyncrl.core.config.rules.recorded_experts import count_expert_bytes
 from asyncrl.core.config.tree import Config
 from asyncrl.core.staleness import max_open_tickets
 from asyncrl.core.variants import engine_facts

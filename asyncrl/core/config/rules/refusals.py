@@ -112,7 +112,6 @@ MOVED = {
     "reward.overlong_buffer_tokens": _OVERLONG,
     "reward.overlong_penalty": _OVERLONG,
     "buffer.managed": "Write url: managed under 'buffer'",
-    "router_replay": _REPLAY,
     "learner.router_replay": _REPLAY,
     "rollout.tensor_parallel_size": _GPUS,
     "rollout.tp": _GPUS,

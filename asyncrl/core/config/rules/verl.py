@@ -56,6 +56,7 @@ KEYS: Mapping[str, str] = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.gpus",
     "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.engine_args",
     "actor_rollout_ref.rollout.quantization": "rollout.quantization",
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": "rollout.router_replay",
     "algorithm.adv_estimator": "algorithm.advantage",
     "algorithm.use_kl_in_reward": "algorithm.kl.where",
     "algorithm.kl_penalty": "algorithm.kl.estimator",

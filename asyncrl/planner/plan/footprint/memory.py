@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.core.config.conflicts import WITH_VALUES
 from asyncrl.core.config.gpus import memory_share
-from asyncrl.core.config.recorded_experts import recorded_sizes
+from asyncrl.core.config.rules.recorded_experts import recorded_sizes
 from asyncrl.core.config.tree import Config
 from asyncrl.core.experts import item_bytes
 from asyncrl.core.variants import backend_facts, engine_facts

@@ -11,7 +11,7 @@ Shapes: N tokens of a step or of a request, L layers, K experts chosen by each.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
@@ -43,15 +43,15 @@ class RoutedWorker(CPUWorker):
         self._capturer.device_buffer.fill_(-1)
         bind_routed_experts_capturer(self.model_runner.get_model(), self._capturer)
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> object:
         result = super().execute_model(scheduler_output)
         self._step = self._rows_of(scheduler_output)
         return self._told(result)
 
-    def sample_tokens(self, grammar_output: object) -> Any:
+    def sample_tokens(self, grammar_output: object) -> object:
         return self._told(super().sample_tokens(grammar_output))
 
-    def _told(self, result: Any) -> Any:
+    def _told(self, result: object) -> object:
         if isinstance(result, ModelRunnerOutput):
             result.aux_output_connector_output = self._step
         return result
@@ -105,12 +105,14 @@ class RouteBook:
 class RoutedScheduler(Scheduler):
     """A scheduler whose outputs have the rows of the tokens that they add."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)
         assert not self.scheduler_config.async_scheduling, "a step's tokens are known before the next one"
         self.aux_output_connector = RouteBook()
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> object:
         for request_id, told in (model_runner_output.aux_output_connector_output or {}).items():
             if request_id in self.requests:
                 self.aux_output_connector.take_in(request_id, told.token_start, told.rows)

@@ -380,6 +380,10 @@ EFFECTS: tuple[tuple[str, Look, Any, Changes], ...] = (
 
 
 SHOWN_BY: Mapping[str, tuple[str, str]] = {
+    "rollout.router_replay": (
+        "tests/rollout/experts/test_recorded_experts.py",
+        "test_a_run_s_groups_and_bounds_have_room_for_experts",
+    ),
     "format": (
         "tests/core/config/test_format.py",
         "test_a_file_that_names_an_older_form_is_brought_up_to_date",
