@@ -23,6 +23,7 @@ from learner.batching.balance import measure_balance
 from learner.batching.batch import PackedBatch, assign_shards, build_batch, plan_minibatches
 from learner.batching.parts import make_empty
 from learner.batching.probe import choose_seen
+from learner.batching.routing import forget_routes
 from learner.orders import Train
 from learner.report import (
     Stopwatch,
@@ -128,17 +129,20 @@ def take_share(
 def ask_models(
     batch: PackedBatch, models: Models, objective: Objective, watch: Stopwatch
 ) -> tuple[PackedBatch, torch.Tensor | None, torch.Tensor | None]:
-    """Compute the inputs that the objective needs; return the batch, prox and entropies."""
+    """Compute the inputs that the objective needs; return the batch, prox and entropies.
+
+    Recorded experts are for the policy alone: see `learner.batching.routing`.
+    """
     prox_N = entropy_N = None
     if objective.needs_prox:
         with watch.time("old_log_prob"):
             batch, prox_N, entropy_N = _look_back(batch, models.policy, objective)
     if models.reference is not None:
         with watch.time("ref"):
-            batch = dataclasses.replace(batch, reference_N=models.reference.logprobs(batch)[0])
+            batch = dataclasses.replace(batch, reference_N=models.reference.logprobs(forget_routes(batch))[0])
     if models.critic is not None:
         with watch.time("values"):
-            batch = dataclasses.replace(batch, values_N=models.critic.values(batch))
+            batch = dataclasses.replace(batch, values_N=models.critic.values(forget_routes(batch)))
     return batch, prox_N, entropy_N
 
 
@@ -193,7 +197,7 @@ def _update(
     if models.critic is not None:
         with watch.time("update_critic"):
             metrics |= merge_updates(
-                [models.critic.update(minibatch, objective.value_loss) for minibatch in minibatches]
+                [models.critic.update(forget_routes(one), objective.value_loss) for one in minibatches]
             )
     with watch.time("update_actor"):
         updates = [models.policy.update(minibatch, objective.loss) for minibatch in minibatches]

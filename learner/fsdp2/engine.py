@@ -25,16 +25,19 @@ from torch.distributed.fsdp import FSDPModule
 from asyncrl.core.config.tree import LearnerSection
 from learner.algorithms.learning_rate import schedule_lr
 from learner.batching.batch import PackedBatch, Totals, restore_order
+from learner.batching.routing import Routing, forget_routes
 from learner.batching.shared_prompts import SharedRows, plan_shared, share_prompts
 from learner.checkpoint.snapshot import Snapshot
 from learner.fsdp2 import sharding
 from learner.fsdp2.groups import RankGroup
+from learner.fsdp2.model.routers import Routers
 from learner.fsdp2.model.rows import Rows
 from learner.fsdp2.sharding import ShardedParameter
 from learner.fsdp2.state import TrainingState
 from learner.guard.hooks import MakeRoom, StepGate
 from learner.numerics.precision import LossScale
 from learner.numerics.reduction import reduce_metrics
+from learner.numerics.transfer import send_fields
 
 Inputs = tuple[torch.Tensor, torch.Tensor, Rows]
 """Tokens, labels, and their layout."""
@@ -66,11 +69,12 @@ class Engine:
         lay_out: Callable[[Sequence[int]], Rows],
         lay_out_shared: Callable[[SharedRows], Rows] | None = None,
         is_frozen: bool = False,
+        routers: Routers | None = None,
     ) -> None:
         self.parameters, self.progress = parameters, Progress(config.lr)
         self._module: Any = module  # an FSDPModule, whose class in PyTorch is no Module
         self._group, self._config, self._lay_out = group, config, lay_out
-        self._lay_out_shared = lay_out_shared
+        self._lay_out_shared, self._routers = lay_out_shared, routers
         self.max_tokens_per_microbatch = config.max_tokens_per_microbatch
         self.step_gate: StepGate | None = None
         self.make_room: MakeRoom | None = None
@@ -210,14 +214,22 @@ class Engine:
         microbatches = batch.balance_microbatches(self.max_tokens_per_microbatch, plan_rows=plan_rows)
         count = self._group.all_reduce(torch.tensor([len(microbatches)]), dist.ReduceOp.MAX)
         for microbatch in microbatches:
-            sent = microbatch.to(device)
-            yield (
-                sent,
-                self._share(microbatch) or (sent.tokens_N, sent.labels_N, self._lay_out(sent.cu_seqlens)),
-            )
+            if self._routers is not None:
+                self._routers.check(microbatch)
+            sent = forget_routes(microbatch).to(device)
+            yield sent, self._share(microbatch) or self._pack(microbatch, sent)
         token = torch.zeros(1, dtype=torch.long, device=device)
         for _ in range(int(count) - len(microbatches)):
             yield None, (token, token, self._lay_out((0, 1)))
+
+    def _pack(self, microbatch: PackedBatch, sent: PackedBatch) -> Inputs:
+        """Return the inputs of its rows as they are."""
+        rows = self._lay_out(sent.cu_seqlens)
+        if self._routers is not None and self._routers.are_asked:
+            own_N = torch.arange(microbatch.num_tokens)
+            routing = Routing.of_rows(microbatch.cu_seqlens, own_N, microbatch.experts_N)
+            rows = dataclasses.replace(rows, routing=send_fields(routing, self._group.device))
+        return sent.tokens_N, sent.labels_N, rows
 
     def _share(self, microbatch: PackedBatch) -> Inputs | None:
         """Return the inputs of the tree that stands for its rows, if they share prompts."""
@@ -226,7 +238,11 @@ class Engine:
             return None
         rows = self._lay_out_shared(shared)
         assert rows.shared is not None, "they are there with the layout"
-        return rows.shared.tokens_M, rows.shared.labels_E, rows
+        inputs = rows.shared.tokens_M, rows.shared.labels_E
+        if self._routers is not None and self._routers.are_asked:
+            routing = Routing.of_tree(microbatch.cu_seqlens, shared.tree, microbatch.experts_N)
+            rows = dataclasses.replace(rows, routing=send_fields(routing, self._group.device))
+        return *inputs, rows
 
     def _step_optimizer(self, metrics: Mapping[str, float], scale: float) -> dict[str, float]:
         assert self._optimizer is not None, "a frozen model is never updated"
@@ -242,7 +258,8 @@ class Engine:
             sharding.clip_gradient(self.parameters, grad_norm, self._config.grad_clip)
             self._optimizer.step()
         self._optimizer.zero_grad()
-        return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not may_step)}
+        done = {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not may_step)}
+        return done if self._routers is None else done | self._routers.take_balance(self._group)
 
     def _sum_totals(self, totals: Totals) -> Totals:
         counts = torch.tensor(dataclasses.astuple(totals), dtype=torch.float64)

@@ -25,6 +25,7 @@ from learner.fsdp2.engine import Engine
 from learner.fsdp2.groups import RankGroup, join_group
 from learner.fsdp2.model.language_model import Ways
 from learner.fsdp2.model.modules import PolicyModule, ValueModule
+from learner.fsdp2.model.routers import attach_routers
 from learner.fsdp2.model.rows import Rows, lay_out_padded, lay_out_rows, lay_out_shared
 from learner.fsdp2.model.stored_weights import StoredWeights
 from learner.fsdp2.sharding import (
@@ -73,6 +74,11 @@ class RankedModel:
         self._group: RankGroup = join_group(placement, config.gpus, seed)
         try:
             root, layers, weights = self._load(source)
+            routers = None
+            if isinstance(root, PolicyModule):
+                routers = attach_routers(
+                    root.model, layers, is_packed=root.ways.is_packed, is_compiled=config.compile
+                )
             sharded = shard_module(root, layers, self._group, _make_sharding(config, self._dtype))
             named = root.named_hf_parameters()
             parameters = describe_parameters(named, self._group, weights.stored_names)
@@ -90,6 +96,7 @@ class RankedModel:
                     config, source, root.ways, self._group.device, self._dtype
                 ),
                 is_frozen=is_frozen,
+                routers=routers,
             )
         except BaseException:  # a process without a learner must not stay in the group
             self._group.stop()

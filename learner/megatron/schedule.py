@@ -25,6 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from asyncrl.core.config.tree import LearnerSection
 from learner.attention import varlen
 from learner.batching.batch import PackedBatch
+from learner.batching.routing import check_recorded, forget_routes
 from learner.batching.shared_prompts import plan_shared, share_prompts
 from learner.batching.sharing import can_share
 from learner.megatron.groups import RankGroups
@@ -37,15 +38,11 @@ ColumnsLoss = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, Mapping[
 
 @dataclass(frozen=True)
 class _Inputs:
-    """A microbatch as every stage reads it. `tokens_1N` are this rank's share, padded.
-
-    `is_padding_1N` tells where, for routers; None for a model without.
-    """
+    """A microbatch as every stage reads it. `tokens_1N` are this rank's share, padded."""
 
     microbatch: PackedBatch
     tokens_1N: torch.Tensor
     rows: PackedRows
-    is_padding_1N: torch.Tensor | None
 
 
 class Schedule:
@@ -146,12 +143,21 @@ class Schedule:
     def _prepare(self, microbatch: PackedBatch) -> _Inputs:
         groups, config = self._groups, self._config
         multiple_of = groups.tp.size() if config.sequence_parallel else 1
+        is_sparse_L = config.moe_layer_freq if config.num_moe_experts is not None else ()
+        check_recorded(microbatch, config.num_moe_experts or 0, config.moe_router_topk, is_sparse_L)
+        experts_N = microbatch.experts_N
         shared = share_prompts(microbatch, multiple_of) if self.shares_prompts else None
+        microbatch = forget_routes(microbatch).to(groups.device)
         if shared is not None:
-            rows = describe_tree(shared, groups.device, is_varlen=self._is_varlen)
+            rows = describe_tree(
+                microbatch.cu_seqlens,
+                shared,
+                groups.device,
+                is_varlen=self._is_varlen,
+                experts_N=experts_N,
+            )
             assert rows.shared is not None
-            # A mixture of experts never shares: its routers need to be told of no padding here.
-            return _Inputs(microbatch.to(groups.device), rows.shared.tokens_M[None], rows, None)
+            return _Inputs(microbatch, rows.shared.tokens_M[None], rows)
         rows = describe_rows(
             microbatch.cu_seqlens,
             groups.device,
@@ -159,13 +165,11 @@ class Schedule:
             cp_size=groups.cp.size(),
             multiple_of=multiple_of,
             is_varlen=self._is_varlen,
+            experts_N=experts_N,
         )
-        microbatch = microbatch.to(groups.device)
         assert rows.share is not None
         rows.labels_N = rows.share.take(microbatch.labels_N)
-        has_routers = config.num_moe_experts is not None
-        is_padding_1N = (rows.share.own_N >= rows.share.num_tokens)[None] if has_routers else None
-        return _Inputs(microbatch, rows.share.take(microbatch.tokens_N)[None], rows, is_padding_1N)
+        return _Inputs(microbatch, rows.share.take(microbatch.tokens_N)[None], rows)
 
     def _gather(self, output_CN: torch.Tensor, rows: PackedRows) -> torch.Tensor:
         """Return the output of whole rows, without padding."""
@@ -221,7 +225,5 @@ def _step_forward(
     finish: Callable[..., object], iterator: Iterator[_Inputs], chunk: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[..., object]]:
     inputs = next(iterator)
-    output: torch.Tensor = chunk(
-        inputs.tokens_1N, None, None, packed_seq_params=inputs.rows, padding_mask=inputs.is_padding_1N
-    )
+    output: torch.Tensor = chunk(inputs.tokens_1N, None, None, packed_seq_params=inputs.rows)
     return output, functools.partial(finish, inputs)

@@ -13,6 +13,7 @@ import torch
 from learner.attention.layout import AttentionLayout, lay_out, lay_out_tree
 from learner.attention.pieces import Pieces, whole_rows
 from learner.attention.rectangles import RectanglePieces
+from learner.batching.routing import Routing
 from learner.batching.shared_prompts import SharedRows
 from learner.numerics.transfer import send_fields
 
@@ -25,11 +26,13 @@ class Rows:
         positions_N: Position of each token within its row.
         attention: How the rows lie for the kernel of attention.
         shared: The tree that stands for the rows, where these share prompts: positions are then its own.
+        routing: What routers of experts are told of the positions, if somebody asks them.
     """
 
     positions_N: torch.Tensor
     attention: AttentionLayout
     shared: SharedRows | None = None
+    routing: Routing | None = None
 
 
 def lay_out_rows(cu_seqlens: Sequence[int], device: torch.device, *, is_varlen: bool = False) -> Rows:

@@ -11,7 +11,7 @@ Shapes: N positions, E experts, L layers of the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import backend_facts, function
 from asyncrl.models.architectures import Experts, Family
+from learner.batching.routing import Recorded, RouterTally, Routing, describe_routers
+from learner.megatron.model.packing import PackedRows
 
 _EXPERTS, _ROUTER = ".experts.", "mlp.router.weight"
 
@@ -60,32 +63,56 @@ def describe_experts(experts: Experts | None, ep: int, etp: int) -> dict[str, ob
     }
 
 
-class MeasuredRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no types
-    """Counts, in passes with gradients, how many positions each expert got, and the router's entropy."""
+class _Replay(Recorded):
+    """Asked by Megatron in place of its own `RouterReplay`, of which one list is for all models."""
 
-    counts_E2: torch.Tensor | None = None
-    """Of each expert its positions; then the sum of entropies and the positions, in the first two rows."""
+    def get_replay_topk(
+        self,
+        scores_NE: torch.Tensor,
+        topk: int,
+        groups: object,
+        group_topk: object,
+        choose: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores and the numbers of the experts to take."""
+        chosen_NK = self.choose(choose(scores_NE, topk, num_groups=groups, group_topk=group_topk)[1])
+        return scores_NE.gather(1, chosen_NK), chosen_NK
+
+
+class ReplayingRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no types
+    """Takes recorded experts where there are any, and tallies passes with gradients."""
+
+    routed: Routing | None = None
+    """Of the pass that the layer does; see `RoutedLayer`."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.tally = RouterTally()
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.routed is not None, "a router's layer tells it of the rows"
+        routed = self.routed
+        if self.config.sequence_parallel:  # each tensor-parallel rank routes its own positions
+            routed = routed.chunk(self.tp_group.size(), self.tp_group.rank())
+        experts_NLK = routed.experts_NLK
+        replay = None if experts_NLK is None else _Replay(experts_NLK[:, self.layer_number - 1])
+        self.router_replay = replay
         weights_NE, chosen_NE = super().routing(logits, padding_mask=padding_mask)
         if torch.is_grad_enabled():  # not those of a pass that is to be recomputed
-            assert padding_mask is not None, "positions that are padding are not counted"
-            is_padding_N = padding_mask.flatten()
-            if len(is_padding_N) != len(chosen_NE):  # Megatron scatters it on the first stage alone
-                is_padding_N = is_padding_N.chunk(self.tp_group.size())[self.tp_group.rank()]
-            self._count(logits.detach().view_as(chosen_NE), chosen_NE, ~is_padding_N[:, None])
+            self.tally.add(logits.detach().view_as(chosen_NE), chosen_NE, routed, replay)
         return weights_NE, chosen_NE
 
-    @torch.no_grad()
-    def _count(self, logits_NE: torch.Tensor, chosen_NE: torch.Tensor, is_counted_N1: torch.Tensor) -> None:
-        if self.counts_E2 is None:
-            self.counts_E2 = torch.zeros(chosen_NE.shape[1], 2, device=chosen_NE.device)
-        logprobs_NE = logits_NE.float().log_softmax(-1)
-        self.counts_E2[:, 0] += (chosen_NE & is_counted_N1).sum(0)
-        self.counts_E2[0, 1] -= (logprobs_NE.exp() * logprobs_NE * is_counted_N1).sum()
-        self.counts_E2[1, 1] += is_counted_N1.sum()
+
+class RoutedLayer(TransformerLayer):  # type: ignore[misc]  # Megatron has no types
+    """Tells its router of the rows of each pass, of one that is recomputed too."""
+
+    def forward(self, *args: object, packed_seq_params: PackedRows, **options: object) -> object:
+        router = getattr(self.mlp, "router", None)
+        if isinstance(router, ReplayingRouter):
+            router.routed = packed_seq_params.routing
+        return super().forward(*args, packed_seq_params=packed_seq_params, **options)
 
 
 def take_balance(
@@ -94,23 +121,15 @@ def take_balance(
     """Return the metrics of all routers since they were last taken, over all ranks. Collective."""
     if experts is None:
         return {}
-    counts_LE2 = torch.zeros(len(experts.layers), experts.num, 2, device=device)
+    sums: dict[int, torch.Tensor] = {}
     for router in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(router, MeasuredRouter) and router.counts_E2 is not None:
-            counts_LE2[router.layer_number - 1] += router.counts_E2
-            router.counts_E2 = None
+        if isinstance(router, ReplayingRouter):
+            sums[router.layer_number - 1] = router.tally.take(experts.num, device)
+    nothing = RouterTally().take(experts.num, device)
+    sums_LS = torch.stack([sums.get(layer, nothing) for layer in range(len(experts.layers))])
     if dist.get_world_size() > 1:
-        dist.all_reduce(counts_LE2)
-    load_LE, entropy_L, positions_L = counts_LE2[..., 0], counts_LE2[:, 0, 1], counts_LE2[:, 1, 1]
-    is_met_L = positions_L > 0
-    if not is_met_L.any():
-        return {}
-    share_LE = load_LE[is_met_L] * experts.num / load_LE[is_met_L].sum(-1, keepdim=True)
-    return {
-        "actor/expert_load_max": float(share_LE.max()),
-        "actor/expert_load_min": float(share_LE.min()),
-        "actor/router_entropy": float(entropy_L.sum() / positions_L.sum()),
-    }
+        dist.all_reduce(sums_LS)
+    return describe_routers(sums_LS)
 
 
 def is_expert(name: str) -> bool:

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from learner.megatron.model import te_layers
 from learner.megatron.model.attention import RowAttention
-from learner.megatron.model.experts import MeasuredRouter
+from learner.megatron.model.experts import ReplayingRouter, RoutedLayer
 from learner.megatron.model.kernels import gated_unit, normalise
 from learner.megatron.model.packing import PackedRows
 
@@ -104,7 +104,8 @@ def _make_torch_layer(config: TransformerConfig, num_experts: int | None) -> Mod
     mlp = parts.mlp if num_experts is None else parts.mlp.submodules.experts
     mlp.submodules.activation_func = GatedMlp
     if num_experts is not None:
-        parts.mlp.submodules.router = MeasuredRouter
+        parts.mlp.submodules.router = ReplayingRouter
+        layer.module = RoutedLayer
     attention = parts.self_attention.submodules
     attention.core_attention = RowAttention
     if config.qk_layernorm:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from learner.attention.layout import AttentionLayout, lay_out, lay_out_tree
 from learner.attention.pieces import Pieces, cut_rows
+from learner.batching.routing import Routing
 from learner.batching.shared_prompts import SharedRows
 from learner.numerics.transfer import send_fields
 
@@ -57,6 +58,7 @@ class PackedRows(PackedSeqParams):
         shared: The tree that stands for the rows, where these share prompts: positions are its own, labels
             those of its pairs.
         has_squares: Whether that head gives the sum of squared probabilities too.
+        routing: What routers of experts are told of the positions.
     """
 
     share: Share | None = None
@@ -67,6 +69,7 @@ class PackedRows(PackedSeqParams):
     cos_N1C: torch.Tensor | None = None
     sin_N1C: torch.Tensor | None = None
     shared: SharedRows | None = None
+    routing: Routing | None = None
 
 
 def describe_rows(
@@ -77,6 +80,7 @@ def describe_rows(
     cp_size: int = 1,
     multiple_of: int = 1,
     is_varlen: bool = False,
+    experts_N: torch.Tensor | None = None,
 ) -> PackedRows:
     """Return the layout of rows that start and end at `cu_seqlens` (R + 1 ascending positions).
 
@@ -84,6 +88,7 @@ def describe_rows(
 
     Args:
         is_varlen: Attention is by the kernel for variable lengths.
+        experts_N: As in `PackedBatch`.
     """
     num_tokens = cu_seqlens[-1]
     lengths_R = torch.tensor(cu_seqlens).diff()
@@ -107,13 +112,21 @@ def describe_rows(
             share=send_fields(share, device),
             positions_N=own_N - starts_R[row_T[own_N]],
             attention=lay_out(pieces, device, is_varlen=is_varlen),
+            routing=send_fields(Routing.of_rows(cu_seqlens, own_N, experts_N), device),
         ),
         device,
     )
 
 
-def describe_tree(shared: SharedRows, device: torch.device, *, is_varlen: bool) -> PackedRows:
-    """Return the layout of the tree that stands for rows, without context parallelism."""
+def describe_tree(
+    cu_seqlens: Sequence[int],
+    shared: SharedRows,
+    device: torch.device,
+    *,
+    is_varlen: bool,
+    experts_N: torch.Tensor | None = None,
+) -> PackedRows:
+    """Return the layout of the tree that stands for the rows at `cu_seqlens`, without context parallelism."""
     sent = send_fields(shared, device)
     rows = PackedRows(
         qkv_format=FORMAT,
@@ -121,6 +134,7 @@ def describe_tree(shared: SharedRows, device: torch.device, *, is_varlen: bool) 
         attention=lay_out_tree(shared.tree, device, is_varlen=is_varlen),
         labels_N=sent.labels_E,
         shared=sent,
+        routing=send_fields(Routing.of_tree(cu_seqlens, shared.tree, experts_N), device),
     )
     return send_fields(rows, device)
 

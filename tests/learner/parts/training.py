@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,39 @@ def take_streamed_step(models: Models, objective: Objective, groups: Sequence[Gr
     return reduce_over_ranks(models.policy, result.metrics, result.weight)
 
 
+def record_experts(batch: PackedBatch, num_layers: int, num_active: int, num_experts: int) -> PackedBatch:
+    """Return the batch with experts recorded that no router would choose, on nine of ten tokens.
+
+    Those of a row depend on its ticket and its place in the group, not on what is packed beside it.
+    """
+    rows, places = [], {}
+    for group, length in zip(batch.group_R.tolist(), batch.row_lengths, strict=True):
+        ticket = batch.tickets_G[group]
+        places[ticket] = places.get(ticket, 0) + 1
+        generator = torch.Generator().manual_seed(1000 * ticket + places[ticket])
+        scores = torch.rand(length, num_layers, num_experts, generator=generator)
+        chosen = scores.topk(num_active, -1).indices.to(torch.int16)
+        chosen[torch.rand(length, generator=generator) < 0.1] = -1
+        chosen[-1] = -1
+        rows.append(chosen)
+    nothing = torch.zeros(0, num_layers, num_active, dtype=torch.int16)
+    return dataclasses.replace(batch, experts_N=torch.cat([nothing, *rows]))
+
+
 def prepare_step(
-    backend: LearnerBackend, objective: Objective, step: int, num_groups: int = 6, **options: Any
+    backend: LearnerBackend,
+    objective: Objective,
+    step: int,
+    num_groups: int = 6,
+    record: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
+    **options: Any,
 ) -> list[PackedBatch]:
     """Return this rank's share of each minibatch of step `step`; `options` are those of `make_groups`."""
     groups = make_groups(num_groups, seed=step, **options)
     num_tokens_of = {group.ticket: group.num_tokens for group in groups}
     plan = plan_minibatches(list(num_tokens_of), NUM_MINIBATCHES)
     mine = assign_shards(num_tokens_of, plan, backend.dp_size)[backend.dp_rank]
-    batch = build_batch([group for group in groups if group.ticket in mine], step, STEP_OF_VERSION)
+    batch = record(build_batch([group for group in groups if group.ticket in mine], step, STEP_OF_VERSION))
     prox_N, entropy_N = backend.logprobs(batch)
     batch, _ = objective.prepare(batch.mask_over_age(objective.max_lag), prox_N, entropy_N)
     return [batch.select_groups(tickets) for tickets in plan]

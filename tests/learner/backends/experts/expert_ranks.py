@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +10,26 @@ import torch
 import torch.distributed as dist
 
 from learner.backend import Placement
-from learner.batching.batch import build_batch
+from learner.batching.batch import PackedBatch, build_batch
 from tests.learner.parts.samples import make_groups
-from tests.learner.parts.training import open_backend, open_fsdp2, train
+from tests.learner.parts.training import open_backend, open_fsdp2, record_experts, train
 
 GRAD_CLIP = 0.02
-ROUTERS = ("actor/expert_load_max", "actor/expert_load_min", "actor/router_entropy")
 
 
 def run_experts(placement: Placement, job: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Train three steps; then compare all ranks' parts with the export, and compute log-probs."""
+    """Train three steps; then compare all ranks' parts with the export, and compute log-probs.
+
+    With `records`, what `record_experts` takes, on random routes.
+    """
+    record = functools.partial(record_experts, **job["records"]) if "records" in job else _keep
     opener = open_fsdp2 if job["name"] == "fsdp2" else open_backend
     backend = opener(Path(job["model"]), placement, grad_clip=GRAD_CLIP, **job["changes"])
-    metrics = train(backend, range(3))
+    metrics = train(backend, range(3), record=record)
     assert all(one["actor/grad_norm"] > 2 * GRAD_CLIP for one in metrics), "nothing is clipped"
     wrong = find_wrong_parts(backend)
     backend.save_hf(out / job["name"])
-    batch = build_batch(make_groups(seed=9), 0, {1: 0})
+    batch = record(build_batch(make_groups(seed=9), 0, {1: 0}))
     logprobs_N, entropy_N = backend.logprobs(batch)
     # The others have no row, and take part: tokens of the first go to their experts.
     mine = batch if backend.dp_rank == 0 else batch.select_groups(())
@@ -39,6 +43,10 @@ def run_experts(placement: Placement, job: dict[str, Any], out: Path) -> dict[st
         "entropy": entropy_N.tolist(),
         "wrong_parts": wrong,
     }
+
+
+def _keep(batch: PackedBatch) -> PackedBatch:
+    return batch
 
 
 def find_wrong_parts(backend: Any) -> list[str]:
