@@ -1,11 +1,12 @@
 """Prefix trees of packed rows: a token that rows of one group share with all before it is there once (pure).
 
 Owns which rows share. Segments stand in depth-first order, so that those below a segment lie right behind it:
-the queries that see a segment's keys are one range of the tree. Must never look at anything but tokens and
-groups: every pass over a group, of any model, shares alike. Invariant: the path to a position of the tree has
-the tokens of every row that runs through it, from the row's first on.
+the queries that see a segment's keys are one range of the tree. Must never look at anything but groups and
+tokens (or a vector for each, which tells it from an equal one with other recorded experts): every pass over a
+group shares alike. Invariant: the path to a position of the tree has the tokens of every row that runs
+through it, from the row's first on.
 
-Shapes: N packed positions, R rows, M positions of the tree.
+Shapes: N packed positions, R rows, M positions of the tree, W entries of a token's vector.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ of 64 channels, and less in wider ones."""
 MIN_GAIN = 0.1
 """Tokens that must be saved for each one that is left, or a group's rows stay as they are."""
 
-Tokens = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.signedinteger]
+"""Of one row: [T], or a vector for each [T, W]."""
 
 
 class Segment(NamedTuple):
@@ -88,7 +90,7 @@ class PrefixTree:
 def build_tree(
     tokens_N: torch.Tensor, cu_seqlens: Sequence[int], group_R: Sequence[int], min_saved: int = MIN_SAVED
 ) -> PrefixTree:
-    """Return the tree of packed rows, the groups one after another; see `find_runs`."""
+    """Return the tree of packed rows [N] or [N, W], the groups one after another; see `find_runs`."""
     rows = cut_rows(tokens_N, cu_seqlens)
     tree_from_N = np.empty(cu_seqlens[-1], np.int64)
     segments: list[Segment] = []
@@ -132,7 +134,9 @@ def members_of(group_R: Sequence[int]) -> list[list[int]]:
 
 
 def _cut_runs(rows: Sequence[Tokens], min_saved: int) -> list[Run]:
-    order = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
+    order = sorted(
+        range(len(rows)), key=lambda row: rows[row].astype(rows[row].dtype.newbyteorder(">")).tobytes()
+    )
     shared = [0, *(_count_shared(rows[one], rows[other]) for one, other in itertools.pairwise(order))]
     runs: list[Run] = []
     todo = [
@@ -158,8 +162,9 @@ def _split(shared: Sequence[int], low: int, high: int, end: int) -> Iterator[tup
 
 def _count_shared(one: Tokens, other: Tokens) -> int:
     size = min(len(one), len(other))
-    differ = np.flatnonzero(one[:size] != other[:size])
-    return int(differ[0]) if len(differ) else size
+    differs = one[:size] != other[:size]
+    places = np.flatnonzero(differs.any(-1) if differs.ndim > 1 else differs)
+    return int(places[0]) if len(places) else size
 
 
 def _find_ends(segments: list[Segment]) -> tuple[Segment, ...]:

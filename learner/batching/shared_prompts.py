@@ -3,8 +3,8 @@
 Owns what a model computes of a microbatch then (the positions of its prefix tree, and each label once), the
 way back to packed positions, and the units that microbatches are planned by: rows that share stay together.
 Must never change what comes out: each packed position has the output of its row alone, and a gradient is the
-sum over the rows that share. Invariant: whether a group shares depends on its rows alone, so that every pass
-over it, of any model, goes the same way.
+sum over the rows that share. Tokens with other recorded experts are not shared. Invariant: whether a group
+shares depends on its rows alone, so that every pass over it, of any model, goes the same way.
 
 Shapes: N packed positions, M positions of the tree, E pairs of a position of the tree and a label.
 """
@@ -74,7 +74,7 @@ def share_prompts(batch: PackedBatch, multiple_of: int = 1) -> SharedRows | None
     """
     if batch.num_rows < 2:
         return None
-    tree = build_tree(batch.tokens_N, batch.cu_seqlens, batch.group_R.tolist())
+    tree = build_tree(_tell_apart(batch), batch.cu_seqlens, batch.group_R.tolist())
     if not tree.is_shared:
         return None
     tree = tree.pad(-tree.num_tokens % multiple_of)
@@ -87,7 +87,7 @@ def share_prompts(batch: PackedBatch, multiple_of: int = 1) -> SharedRows | None
 
 def measure_work(batch: PackedBatch, *, is_shared: bool) -> Work:
     """Return the work of a forward pass over `batch`, with prompts once per group or per row."""
-    rows = cut_rows(batch.tokens_N, batch.cu_seqlens)
+    rows = cut_rows(_tell_apart(batch), batch.cu_seqlens)
     groups = members_of(batch.group_R.tolist()) if is_shared else [[row] for row in range(len(rows))]
     works = [_measure(find_runs([rows[row] for row in members])) for members in groups]
     return Work(sum(work.num_tokens for work in works), sum(work.num_pairs for work in works))
@@ -109,7 +109,7 @@ def find_units(batch: PackedBatch, max_tokens: int, min_units: int) -> list[Unit
     A group that does not fit is halved, and the largest where there are fewer than `min_units`: each part
     computes the prompt. No unit is over `max_tokens` if no row is.
     """
-    rows = cut_rows(batch.tokens_N, batch.cu_seqlens)
+    rows = cut_rows(_tell_apart(batch), batch.cu_seqlens)
 
     def divide(members: Sequence[int]) -> Iterator[Unit]:
         runs = find_runs([rows[row] for row in members])
@@ -132,6 +132,13 @@ def find_units(batch: PackedBatch, max_tokens: int, min_units: int) -> list[Unit
         units.remove(largest)
         units += halve(largest.rows)
     return units
+
+
+def _tell_apart(batch: PackedBatch) -> torch.Tensor:
+    """Return tokens [N], or with recorded experts a vector of both for each [N, W], int16."""
+    if batch.experts_N is None:
+        return batch.tokens_N
+    return torch.cat([batch.tokens_N[:, None].view(torch.int16), batch.experts_N.flatten(1)], 1)
 
 
 def _make_unit(rows: Sequence[int], work: Work) -> Unit:

@@ -28,6 +28,12 @@ OF_TWO: dict[str, dict[str, Any]] = {
     "fsdp2": {"backend": "fsdp2", "dp": 2} | SMALL,
     "fsdp2_full": {"backend": "fsdp2", "dp": 2, "recompute": "full"},
 }
+EXPERTS_OF_TWO: dict[str, dict[str, Any]] = {
+    "ep": {"dp": 2, "ep": 2} | SMALL,
+    "tp_ep": {"tp": 2, "ep": 2, "recompute": "full"},
+    "pp": OF_TWO["pp_small"],
+    "fsdp2": OF_TWO["fsdp2"],
+}
 OF_FOUR = {
     "sp_pp": {"tp": 2, "pp": 2} | SMALL,
     "sp_dp": {"tp": 2, "dp": 2} | SMALL,
@@ -38,9 +44,12 @@ OF_FOUR = {
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen2_tied"])
 def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Path]:
+    return train_packed(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def train_packed(kind: str, folder: Path) -> tuple[Path, Any, Path]:
     """Return the model, what one process trained with packed rows, and where its weights are."""
-    model = save_model(tmp_path_factory.mktemp(request.param), request.param, num_layers=4)
-    folder = tmp_path_factory.mktemp("alone")
+    model = save_model(folder / "model", kind, num_layers=4)
     found = run_alone(model, folder, groups=GROUPS, changes={"shared_prompt": "off"})
     assert not found["shares_prompts"]
     return model, found, folder
@@ -50,14 +59,24 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_ranks_that_share_prompts_train_as_one_process_does_that_does_not(
     alone: tuple[Path, Any, Path], world_size: int, layouts: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
+    check(alone, world_size, layouts, tmp_path)
+
+
+def test_ranks_that_share_experts_and_prompts_train_as_one_process_does_that_does_not(tmp_path: Path) -> None:
+    check(train_packed("qwen3_moe", tmp_path), 2, EXPERTS_OF_TWO, tmp_path / "ranks")
+
+
+def check(
+    alone: tuple[Path, Any, Path], world_size: int, layouts: dict[str, dict[str, Any]], out: Path
+) -> None:
     model, wanted, folder = alone
     jobs = [
         {"name": name, "model": model, "changes": changes, "groups": GROUPS}
         for name, changes in layouts.items()
     ]
-    run_ranks(world_size, jobs, tmp_path)
+    run_ranks(world_size, jobs, out)
     for name in layouts:
         for rank in range(world_size):
-            found = json.loads((tmp_path / f"{name}.{rank}.json").read_text())
+            found = json.loads((out / f"{name}.{rank}.json").read_text())
             assert found["shares_prompts"] == (name != "cp")
-        assert_trained_alike(tmp_path, name, world_size, wanted, folder, tolerance=5e-5)
+        assert_trained_alike(out, name, world_size, wanted, folder, tolerance=5e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -129,8 +128,6 @@ def test_a_critic_s_values_and_gradients_are_those_of_packed_rows(make: type, tm
         ({"cp": 2}, "learner.cp cuts rows"),
         ({"compile": True}, "learner.compile"),
         ({"kernels": "te"}, "learner.kernels is te"),
-        ({"num_local_experts": 4}, "the losses of its experts"),
-        ({"text_config": {"num_experts": 4}}, "the losses of its experts"),
         ({"problem": "no tree"}, "no tree"),
         ({"is_varlen": False, "device": "cuda"}, "this GPU has no kernel"),
     ],
@@ -143,11 +140,7 @@ def test_what_cannot_share_says_why_once(
     options = {"is_varlen": True, "problem": "", "device": "cpu"} | changes
     device = torch.device(options.pop("device"))
     ways = {name: options.pop(name) for name in ("is_varlen", "problem")}
-    keys = {name: options.pop(name) for name in [*options] if name in ("num_local_experts", "text_config")}
-    table: dict[str, Any] = {"model_type": "qwen3", "num_experts": 0, "text_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(table))
     assert can_share(LearnerSection(), tmp_path, device, is_varlen=True)
-    (tmp_path / "config.json").write_text(json.dumps(table | keys))
     for _ in range(2):
         assert not can_share(LearnerSection(**options), tmp_path, device, **ways)
     (said,) = (record.message for record in caplog.records)
