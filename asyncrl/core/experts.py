@@ -100,7 +100,10 @@ class Column:
         """Raise WireError unless these are experts of such a model."""
         if self.form[:3] != (num_layers, num_chosen, item_bytes(num_experts)):
             raise WireError(f"experts of {self.form[:3]} (layers, of each, bytes) are not the model's")
-        if (found := largest(self.read())) >= num_experts:
+        rows = self.read() if self.form[3] else _sum_steps(_sorted_steps(self.read()))
+        if not _are_sets(rows):
+            raise WireError("the experts of a token in a layer are not different ones, all or none of them")
+        if (found := largest(rows)) >= num_experts:
             raise WireError(f"expert {found} was chosen of {num_experts}")
 
     def read(self) -> Rows:
@@ -172,6 +175,21 @@ def _sum_steps(steps: Rows) -> Rows:
         rows[..., index] += rows[..., index - 1]
     rows.flags.writeable = False
     return rows
+
+
+def _are_sets(rows: Rows) -> bool:
+    """Tell of rows in rising order whether each layer has different experts, or none at all.
+
+    A layer that begins with none adds all of its pairs to those that do not rise, and no other may add any.
+    """
+    num_chosen, flat = rows.shape[-1], rows.reshape(-1)  # in one run: three times as fast
+    is_none, is_rising = flat == no_expert(rows.itemsize), np.ones(len(flat), dtype=bool)
+    is_rising[:-1] = (flat[1:] > flat[:-1]) & ~is_none[1:]
+    is_rising[num_chosen - 1 :: num_chosen] = True
+    num_empty = np.count_nonzero(is_none[::num_chosen])
+    num_flat = len(flat) - np.count_nonzero(is_rising)
+    is_none_apart = np.count_nonzero(is_none) != num_chosen * num_empty
+    return not (is_none_apart or num_flat != (num_chosen - 1) * num_empty)
 
 
 def _unpack(frame: wire.Frame, num_bytes: int) -> wire.Frame:

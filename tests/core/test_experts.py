@@ -1,5 +1,6 @@
 """Recorded experts: their rows, and their column on the wire."""
 
+import contextlib
 import dataclasses
 import hashlib
 
@@ -171,6 +172,41 @@ def test_the_buffer_refuses_experts_that_its_run_cannot_replay(bounds: GroupBoun
     with pytest.raises(WireError, match=why):
         bounds.check(outline)
     bounds.check(outline_group(encode_group(make_group([3]))))
+
+
+@pytest.mark.parametrize("num_tokens", [3, 900], ids=["plain", "packed"])
+@pytest.mark.parametrize(
+    ("experts", "is_refused"),
+    [
+        ([1, 2, 3, 4], False),
+        ([255, 255, 255, 255], False),
+        ([4, 2, 3, 4], True),
+        ([1, 2, 3, 255], True),
+        ([255, 2, 3, 4], True),
+        ([1, 255, 255, 255], True),
+    ],
+)
+def test_the_buffer_refuses_a_layer_s_experts_that_are_no_set(
+    num_tokens: int, experts: list[int], is_refused: bool
+) -> None:
+    """The learner would end at them, and at every start again."""
+    group = routed([num_tokens])
+    (one,) = group.trajectories
+    assert one.experts is not None
+    one.experts[1, 2] = experts
+    outline = outline_group(encode_group(group))
+    with pytest.raises(WireError, match="not different ones") if is_refused else contextlib.nullcontext():
+        GroupBounds(experts=MODEL).check(outline)
+
+
+def test_a_packed_column_whose_steps_wrap_around_is_refused() -> None:
+    group = routed([900])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "_sorted_steps", lambda rows: np.full_like(rows, 100))
+        outline = outline_group(encode_group(group))
+    assert outline.experts is not None and outline.experts.form[3] == 1
+    with pytest.raises(WireError, match="not different ones"):
+        GroupBounds(experts=MODEL).check(outline)
 
 
 def test_a_damaged_column_is_refused_by_the_buffer_and_not_by_the_learner() -> None:
