@@ -30,7 +30,8 @@ class Routing:
     """Inputs of the routers for the positions of one pass.
 
     Attributes:
-        count_N: Packed positions that each stands for: 0 of padding, several of a shared prompt; float32.
+        count_N: Packed positions that each stands for: 0 of padding, several of a shared prompt. Whole
+            numbers: FSDP2 rounds real ones to the dtype of a layer.
         experts_NLK: The recorded experts, -1 where there are none; None if nowhere.
         read_N: Of `count_N` those that the sampler read: all but the last of each row.
     """
@@ -46,7 +47,7 @@ class Routing:
         """Return that of the positions `own_N` of packed rows; those behind the last row are padding."""
         num_tokens = cu_seqlens[-1]
         is_padding_N = own_N >= num_tokens
-        count_N = (~is_padding_N).float()
+        count_N = (~is_padding_N).long()
         if experts_PLK is None:
             return Routing(count_N)
         experts_NLK = _none(own_N, experts_PLK)
@@ -58,7 +59,7 @@ class Routing:
         cu_seqlens: Sequence[int], tree: PrefixTree, experts_PLK: torch.Tensor | None = None
     ) -> Routing:
         """Return that of a tree, whose positions have the same recorded experts in each of their rows."""
-        count_N = torch.bincount(tree.tree_from_N, minlength=tree.num_tokens).float()
+        count_N = torch.bincount(tree.tree_from_N, minlength=tree.num_tokens)
         if experts_PLK is None:
             return Routing(count_N)
         experts_NLK = _none(count_N, experts_PLK)
@@ -124,12 +125,12 @@ class RouterTally:
         recorded: Recorded | None,
     ) -> None:
         """Add the positions of a pass."""
-        count_N = routing.count_N
+        count_N = routing.count_N.float()
         logprobs_NE = logits_NE.float().log_softmax(-1)
         entropy = -(logprobs_NE.exp() * logprobs_NE).sum(-1) @ count_N
         sums = [entropy, count_N.sum(), *[count_N.new_zeros(())] * 3]
         if recorded is not None and routing.read_N is not None:
-            sums[2] = routing.read_N.sum()
+            sums[2] = routing.read_N.float().sum()
             sums[3] = recorded.is_there_N.float() @ count_N
             sums[4] = recorded.is_flipped_N.float() @ count_N
         found = torch.cat([count_N @ is_chosen_NE.float(), torch.stack(sums)])

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from asyncrl.core.errors import DataError
 from learner.backend import Models
@@ -158,7 +159,10 @@ def test_rows_of_a_dense_layer_are_not_read_and_those_of_another_model_are_refus
     backend.close()
 
 
-def test_a_reference_and_a_critic_choose_for_themselves(model):
+def test_a_reference_and_a_critic_choose_for_themselves(tmp_path):
+    model = save_model(tmp_path / "model", "qwen3_moe", num_layers=4)
+    path = model / "model.safetensors"
+    save_file(load_file(path) | {"score.weight": torch.linspace(-1, 1, 64)[None]}, path)
     policy = open_backend(model)
     reference, critic = open_backend(model, is_frozen=True), open_backend(model, None, MegatronValueBackend)
     batch, objective = (
@@ -170,6 +174,7 @@ def test_a_reference_and_a_critic_choose_for_themselves(model):
     assert asked.reference_N.equal(policy.logprobs(make_batch())[0])
     assert not asked.reference_N.equal(prox_N)
     assert asked.values_N.equal(critic.values(make_batch()))
+    assert not asked.values_N.equal(critic.values(batch))
     for one in (critic, reference, policy):
         one.close()
 

@@ -15,12 +15,12 @@ from tests.learner.parts.launching import run_ranks
 from tests.learner.parts.samples import MIXTURES, save_model
 from tests.learner.parts.training import open_backend, open_fsdp2, record_experts, train
 
-OF_MIXTRAL = {"num_layers": 2, "num_active": 2, "num_experts": 4}
+OF_FOUR = {"num_layers": 2, "num_active": 2, "num_experts": 4}
 SMALL = {"recompute": "full", "max_tokens_per_microbatch": 64}
 
 
 def record(batch, kind):
-    return record_experts(batch, **(OF_MIXTRAL if kind == "mixtral" else RECORDS | {"num_layers": 2}))
+    return record_experts(batch, **(RECORDS | {"num_layers": 2} if kind == "qwen3_moe" else OF_FOUR))
 
 
 @pytest.fixture(scope="module", params=MIXTURES)
@@ -93,6 +93,16 @@ def test_routers_do_as_megatron_s_with_the_same_recorded_experts(mixture, kind, 
     assert metrics[RATES[0]] > 0.5
     for name, tensor in weights.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4)
+
+
+def test_positions_are_counted_exactly_in_bfloat16(mixture, kind):
+    batch = record(make_batch(), kind)
+    batch.experts_N[:] = -1
+    batch.experts_N[: batch.cu_seqlens[1] - 1] = torch.tensor([1, 0], dtype=torch.int16)
+    _, metrics, _ = train_once(open_fsdp2, mixture, lambda _: batch, dtype="bfloat16")
+    num_read, num_recorded = batch.num_tokens - batch.num_rows, batch.cu_seqlens[1] - 1
+    assert num_read > 256, "bfloat16 has no odd number above 256"
+    assert metrics[RATES[1]] == pytest.approx(1 - num_recorded / num_read, rel=1e-6)
 
 
 def test_rows_that_no_router_can_have_chosen_are_refused(mixture, kind):
