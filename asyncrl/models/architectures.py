@@ -18,6 +18,7 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 _PLAIN_FORM = {"use_sliding_window": False, "mlp_bias": False, "attention_bias": False}
 _FOREIGN = {
     "attn_logit_softcapping": "it caps the logits of attention",
+    "clip_qkv": "it clips queries, keys and values",
     "final_logit_softcapping": "it caps its logits",
     "kv_lora_rank": "its attention is latent (MLA)",
     "layer_types": "its layers are of several kinds",
@@ -57,6 +58,7 @@ class Family:
         scales_embedding: By the root of the hidden size.
         is_tied: Whether a `config.json` that does not say it means a tied embedding.
         is_fused: Whether a checkpoint has q, k and v in one matrix, and gate and up in another.
+        is_qk_norm_wide: Whether norms of queries and keys are over all heads together.
     """
 
     has_qkv_bias: bool = False
@@ -66,6 +68,7 @@ class Family:
     scales_embedding: bool = False
     is_tied: bool = False
     is_fused: bool = False
+    is_qk_norm_wide: bool = False
     experts: ExpertNames | None = None
 
 
@@ -79,6 +82,7 @@ FAMILIES = {
         activation="gelu_pytorch_tanh", has_centred_norms=True, scales_embedding=True, is_tied=True
     ),
     "qwen3_moe": Family(has_qk_norm=True, experts=ExpertNames()),
+    "olmoe": Family(has_qk_norm=True, is_qk_norm_wide=True, experts=ExpertNames()),
     "mixtral": Family(experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", normalises=True)),
 }
 """Supported ones, by the `model_type` of a `config.json`."""

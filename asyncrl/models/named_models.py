@@ -127,8 +127,9 @@ def _vectors(table: Table) -> Iterator[int]:
     """Yield the lengths of norms and biases."""
     size = ModelSize.read(table)
     yield size.hidden_size
-    keys = size.num_key_value_heads * size.head_size
+    queries, keys = (num * size.head_size for num in (size.num_heads, size.num_key_value_heads))
     family = FAMILIES[str(table["model_type"])]
-    biases = size.num_heads * size.head_size + 2 * keys if family.has_qkv_bias else 0
-    norms = 2 * size.head_size if family.has_qk_norm else 0
+    biases = queries + 2 * keys if family.has_qkv_bias else 0
+    norm_sizes = queries + keys if family.is_qk_norm_wide else 2 * size.head_size
+    norms = norm_sizes if family.has_qk_norm else 0
     yield size.num_layers * (2 * size.hidden_size + biases + norms)

@@ -12,7 +12,7 @@ from asyncrl.planner.plan.footprint.sizes import count_expert_weights, count_hel
 from tests.rollout.engine.engine_parts import sent_tensors
 from tests.rollout.engine.families import CONFIGS, PLAIN, WIDTHS, Form
 
-MIXTURES = [Form("qwen3_moe", is_tied=False, vocab_size=87), Form("mixtral", is_tied=False, vocab_size=87)]
+MIXTURES = [Form(family, is_tied=False, vocab_size=87) for family in ("qwen3_moe", "mixtral", "olmoe")]
 
 FORMS = [
     Form(family, is_tied, 87, width)

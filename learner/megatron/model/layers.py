@@ -23,6 +23,7 @@ from learner.megatron.model import te_layers
 from learner.megatron.model.attention import RowAttention
 from learner.megatron.model.experts import ReplayingRouter, RoutedLayer
 from learner.megatron.model.kernels import gated_unit, normalise
+from learner.megatron.model.movement import SumOverRanks
 from learner.megatron.model.packing import PackedRows
 
 
@@ -37,6 +38,42 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return normalise(x.flatten(0, -2), self.weight, self.eps, self._is_centred).view(x.shape)
+
+
+class _WideNorm(torch.nn.Module):
+    """Root-mean-square norm over all heads of a position, of which tensor-parallel ranks have some each.
+
+    Every rank holds the whole weight: Megatron sums the gradients of q_layernorm and k_layernorm over ranks.
+    """
+
+    num_heads_key: str
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__()
+        num_heads = getattr(config, self.num_heads_key)
+        self.weight = torch.nn.Parameter(torch.ones(num_heads * hidden_size, dtype=config.params_dtype))
+        self.eps, self.group = eps, parallel_state.get_tensor_model_parallel_group()
+
+    def forward(self, x_N1hD: torch.Tensor) -> torch.Tensor:
+        whole = x_N1hD.float()
+        squares_N1 = whole.square().sum((-2, -1), keepdim=True)
+        if self.group.size() > 1:
+            squares_N1 = SumOverRanks.apply(squares_N1, self.group)
+        scaled = whole * torch.rsqrt(squares_N1 / len(self.weight) + self.eps)
+        weight_hD = self.weight.chunk(self.group.size())[self.group.rank()].view(x_N1hD.shape[-2:])
+        return scaled.to(x_N1hD.dtype) * weight_hD
+
+
+class WideQueryNorm(_WideNorm):
+    """That of queries."""
+
+    num_heads_key = "num_attention_heads"
+
+
+class WideKeyNorm(_WideNorm):
+    """That of keys."""
+
+    num_heads_key = "num_query_groups"
 
 
 class GatedMlp(torch.nn.Module):
@@ -109,5 +146,8 @@ def _make_torch_layer(config: TransformerConfig, num_experts: int | None) -> Mod
     attention = parts.self_attention.submodules
     attention.core_attention = RowAttention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        is_wide = config.family.is_qk_norm_wide
+        attention.q_layernorm, attention.k_layernorm = (
+            (WideQueryNorm, WideKeyNorm) if is_wide else (RMSNorm, RMSNorm)
+        )
     return layer

@@ -1,7 +1,7 @@
-"""Movement of activations between context-parallel ranks.
+"""Movement of activations between context-parallel ranks, and sums over tensor-parallel ones.
 
-Each function is exact in both directions; none of them computes. Invariant: the gradient of a token's
-value is the sum over all places that read it.
+Each function is exact in both directions. Invariant: the gradient of a token's value is the sum over all
+places that read it.
 
 Shapes: N positions of this rank, T of all context-parallel ranks, D channels.
 """
@@ -58,3 +58,20 @@ class GatherOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _WithShare, gradient_CT: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.share.take(gradient_CT), None, None
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of all ranks' values on each rank; backward the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: _WithGroup, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: _WithGroup, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -105,7 +105,8 @@ def test_a_missing_folder_and_a_missing_tensor_are_config_errors(tmp_path):
     [
         ({"num_experts": 8}, "num_experts: 8: these experts are not supported"),
         ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "n_routed_experts: 8: these experts"),
-        ({"model_type": "olmoe", "num_experts": 8}, "these experts are not supported"),
+        ({"model_type": "dbrx", "num_experts": 8}, "these experts are not supported"),
+        ({"model_type": "olmoe", "num_experts": 8, "clip_qkv": 8.0}, "clip_qkv: 8.0 is not supported"),
         ({"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 1}, "gets no gradient"),
         (
             {

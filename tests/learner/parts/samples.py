@@ -15,7 +15,7 @@ import torch
 from asyncrl.core.experience import Group, Trajectory
 from asyncrl.core.staleness import Span
 
-MIXTURES = ("qwen3_moe", "mixtral")
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
 DENSE = ("qwen2", "qwen2_tied", "qwen3", "llama", "llama_stretched", "mistral", "phi3", "gemma")
 KINDS = (*DENSE, *MIXTURES)
 
@@ -30,6 +30,7 @@ def save_model(
         LlamaConfig,
         MistralConfig,
         MixtralConfig,
+        OlmoeConfig,
         Phi3Config,
         Qwen2Config,
         Qwen3Config,
@@ -64,6 +65,9 @@ def save_model(
     config = {
         "qwen3_moe": lambda: Qwen3MoeConfig(**sizes, **experts, head_dim=32),  # weights do not sum to one
         "mixtral": lambda: MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2),
+        "olmoe": lambda: OlmoeConfig(
+            **sizes, num_experts=4, num_experts_per_tok=2, pad_token_id=None, eos_token_id=None
+        ),
         "qwen2": lambda: Qwen2Config(**sizes),
         "qwen2_tied": lambda: Qwen2Config(**sizes),
         "qwen3": lambda: Qwen3Config(**sizes, head_dim=32),

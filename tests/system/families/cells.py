@@ -65,6 +65,6 @@ ROWS: Mapping[str, Row] = {
         _row("granite", _other("it scales its logits and residuals")),
         _row("qwen3_moe", {}, "q_proj", "v_proj", "o_proj"),
         _row("mixtral", {}, "q_proj", "v_proj", "o_proj"),
-        _row("olmoe", _other("these experts are not supported"), "q_proj", "o_proj"),
+        _row("olmoe", {}, "q_proj", "v_proj", "o_proj"),
     )
 }

@@ -14,7 +14,7 @@ from tests.learner.checkpoint.test_checkpoint_layouts import (
     train_alone,
 )
 from tests.learner.parts.launching import assert_trained_alike, run_alone, run_ranks
-from tests.learner.parts.samples import save_model
+from tests.learner.parts.samples import MIXTURES, save_model
 from tests.learner.parts.training import open_backend, train
 
 SMALL = {"max_tokens_per_microbatch": 64}
@@ -98,7 +98,7 @@ def test_every_layout_of_four_ranks_trains_as_one_process_does(model, alone, tmp
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", MIXTURES)
 def test_two_layers_over_stages_one_of_which_may_be_dense(kind, tmp_path):
     model = save_model(tmp_path / "model", kind)
     alone = run_alone(model, tmp_path, "experts")
