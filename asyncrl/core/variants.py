@@ -124,7 +124,7 @@ class EngineFacts:
         quantizations: By `CPU` and `GPUs`. merges_adapters: Whether it takes versions of `model.lora`.
         records_experts: Whether it says which experts each token was sent to, for `rollout.router_replay`.
         one_gpu: Why a replica has one GPU at most; empty where the engine is cut over several.
-        unfit_model: `module:function` of (`config.json`, tokens of a row) that tells why it cannot run a model.
+        unfit_model: `module:function` of (`config.json`, tokens of a row) that tells why it cannot run it.
     """
 
     title: str

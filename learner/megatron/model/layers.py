@@ -61,7 +61,8 @@ class _WideNorm(torch.nn.Module):
             squares_N1 = SumOverRanks.apply(squares_N1, self.group)
         scaled = whole * torch.rsqrt(squares_N1 / len(self.weight) + self.eps)
         weight_hD = self.weight.chunk(self.group.size())[self.group.rank()].view(x_N1hD.shape[-2:])
-        return scaled.to(x_N1hD.dtype) * weight_hD
+        found: torch.Tensor = scaled.to(x_N1hD.dtype) * weight_hD
+        return found
 
 
 class WideQueryNorm(_WideNorm):

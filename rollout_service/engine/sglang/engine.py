@@ -33,7 +33,7 @@ from rollout_service.engine.sglang.messages import (
     Started,
 )
 from rollout_service.engine.sglang.process import ChildProcess, interpreter
-from rollout_service.engine.sglang.variant import find_ignored_window
+from rollout_service.engine.sglang.windows import find_ignored_window
 from rollout_service.engine.vllm.objects import ServingClient
 
 if TYPE_CHECKING:

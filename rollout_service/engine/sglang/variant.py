@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.core.config.gpus import memory_share
 from asyncrl.core.config.tree import Config
 from rollout_service.engine.protocol import Engine, EngineVariant
+from rollout_service.engine.sglang import windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,26 +38,6 @@ class SglangVariant(EngineVariant):
             ),
             tokenizer,
         )
-
-
-WITHOUT_WINDOWS = frozenset({"mistral", "qwen2", "qwen3"})
-"""Kinds of models whose sliding window SGLang ignores."""
-
-
-def find_ignored_window(table: Mapping[str, Any], longest: int) -> str:
-    """Return which sliding window of attention SGLang would leave out of rows of `longest` tokens, or nothing.
-
-    Args:
-        table: The model's `config.json`.
-    """
-    if table.get("model_type") not in WITHOUT_WINDOWS:
-        return ""
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(**table)
-    window, kinds = config.sliding_window, getattr(config, "layer_types", None)
-    is_used = window and window < longest and (not kinds or "sliding_attention" in kinds)
-    return f"SGLang would run it without its sliding window of {window} tokens" if is_used else ""
 
 
 _WEIGHTS = "weight sync loads the weights of each version"
@@ -108,5 +88,5 @@ VARIANT = SglangVariant(
     environment="sglang",
     core_bytes=2100 * 10**6,
     one_gpu="loads and probes run in one of its processes, and could not be judged on all at once",
-    unfit_model="rollout_service.engine.sglang.variant:find_ignored_window",
+    unfit_model=f"{windows.__name__}:find_ignored_window",
 )

@@ -33,7 +33,7 @@ REGISTRIES = {
     "asyncrl.models.architectures",
     "learner.algorithms.presets",
     "learner.algorithms.variants",
-    "rollout_service.engine.sglang.variant",  # models that it refuses
+    "rollout_service.engine.sglang.windows",  # models that it refuses
     "rollout_service.environments.registry",
     "rollout_service.rewards.variants",
 }
