@@ -76,3 +76,30 @@ def save_plain(folder: Path, hidden_size: int, num_layers: int, vocab_size: int)
         max_position_embeddings=4096,
         tie_word_embeddings=False,
     )
+
+
+def save_qwen3_moe(
+    folder: Path, hidden_size: int, num_layers: int, vocab_size: int, num_experts: int, num_experts_per_tok: int
+) -> int:
+    """As `save_plain`, with experts as wide as half of a dense layer; return the number of parameters."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        moe_intermediate_size=3 * hidden_size // 2,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 64,
+        num_key_value_heads=hidden_size // 128,
+        head_dim=64,
+        num_experts=num_experts,
+        num_experts_per_tok=num_experts_per_tok,
+        norm_topk_prob=True,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -14,13 +14,12 @@ Shapes: N packed positions; padded: B rows, T columns.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +27,19 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import numpy as np
 import torch
-from torch.nn import functional
 
-from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.experience import Group
 from benchmarks.harness.options import Verdict, judge, make_parser, report
 from benchmarks.learner import shared_prompt, verl_loss
-from benchmarks.learner.inputs import make_trajectory, save_plain
-from learner.backend import Placement
+from benchmarks.learner.inputs import make_trajectory
+from benchmarks.learner.kinds import TARGETS, Model, Shape, Step
 from learner.batching.batch import PackedBatch, build_batch
-from learner.megatron.backend import MegatronBackend
 
-GRAD_CLIP, LR, BETAS, EPSILON = 1.0, 1e-5, (0.9, 0.999), 1e-8
 NUM_PROMPT_TOKENS = 16
 SIGMA, MEDIAN_TOKENS, MAX_TOKENS = 1.0, 112, 496
-TARGETS = {"equal": 0.9, "ragged": 1.0}
+LENGTHS = ("equal", "ragged")
 LOSS_TARGETS = {"padded": 1.0, "packed": 2.0}
 TARGET_ERROR = 1e-4
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A Qwen3 with separate embedding and output projection, and how often it is measured."""
-
-    name: str
-    hidden_size: int
-    num_layers: int
-    vocab_size: int
-    num_turns: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,22 +55,42 @@ class Sizes:
 
 
 SMALL = Shape("10M", 256, 8, 8192, 3)
-QUICK = Sizes((SMALL,), loss_turns=5)
-FULL = Sizes((dataclasses.replace(SMALL, num_turns=7), Shape("50M", 512, 12, 16384, 5)))
-
-Step = Callable[[], dict[str, float]]
+EXPERTS = Shape("14M, 2 of 8 experts", 256, 4, 8192, 3, "experts")
+ADAPTERS = Shape("10M, adapters", 256, 8, 8192, 3, "adapters")
+QUICK = Sizes((SMALL, EXPERTS, ADAPTERS), loss_turns=5)
+FULL = Sizes(
+    (
+        *(dataclasses.replace(shape, num_turns=7) for shape in QUICK.shapes),
+        Shape("50M", 512, 12, 16384, 5),
+    )
+)
+ONLY = {"dense": "dense", "moe": "experts", "lora": "adapters"}
+"""`--only` -> the kind of the shapes."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure as the command line says and return the exit code."""
     parser = make_parser("asyncrl bench learner", __doc__, quick="the small model only: under a minute")
     parser.add_argument("--verl", type=Path, metavar="DIR", help="the folder that holds the package verl")
-    parser.add_argument("--only", choices=["shared_prompt"], help="prompts once per group against per row")
+    parser.add_argument(
+        "--only",
+        choices=["shared_prompt", "steps", *ONLY],
+        help="prompts once per group against per row; all steps; those of one kind of model",
+    )
     given = parser.parse_args(arguments)
-    if given.only:
+    if given.only == "shared_prompt":
         return shared_prompt.run(given)
-    results = measure(QUICK if given.quick else FULL, given.verl) | {"quick": given.quick}
+    sizes = choose_sizes(given.quick, given.only)
+    results = measure(sizes, given.verl) | {"quick": given.quick, "only": given.only}
     return report(given, results, table, check)
+
+
+def choose_sizes(is_quick: bool, only: str | None) -> Sizes:
+    """Return what is measured. The quick form has the dense model alone, if nothing else is asked for."""
+    sizes = QUICK if is_quick else FULL
+    kind = ONLY.get(only or "", "dense" if is_quick and only is None else None)
+    shapes = tuple(shape for shape in sizes.shapes if kind in (None, shape.kind))
+    return dataclasses.replace(sizes, shapes=shapes, loss_turns=0 if only else sizes.loss_turns)
 
 
 def measure(sizes: Sizes, verl_folder: Path | None) -> dict[str, Any]:
@@ -94,7 +98,7 @@ def measure(sizes: Sizes, verl_folder: Path | None) -> dict[str, Any]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        functions = verl_loss.load_verl(verl_folder)
+        functions = verl_loss.load_verl(verl_folder) if sizes.loss_turns else None
         found = functions and verl_loss.measure(
             functions, sizes.loss_rows, sizes.loss_columns, sizes.loss_turns
         )
@@ -111,17 +115,16 @@ def measure(sizes: Sizes, verl_folder: Path | None) -> dict[str, Any]:
 
 def measure_steps(shape: Shape, sizes: Sizes) -> list[dict[str, Any]]:
     """Return a result for equal and one for ragged lengths of one model."""
-    return [_measure_step(shape, lengths, make_batch(shape, sizes, lengths)) for lengths in TARGETS]
+    return [_measure_step(shape, lengths, make_batch(shape, sizes, lengths)) for lengths in LENGTHS]
 
 
 def _measure_step(shape: Shape, lengths: str, batch: PackedBatch) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
-        num_parameters = save_plain(Path(folder), shape.hidden_size, shape.num_layers, shape.vocab_size)
-        section = LearnerSection(lr=LR, betas=BETAS, grad_clip=GRAD_CLIP)
-        backend = MegatronBackend(Path(folder), section, Placement(), dtype="float32")
+        model = Model(Path(folder), shape)
+        backend = model.open()
         sides: dict[str, Step] = {
             "asyncrl": lambda: backend.update(batch, loss),
-            "huggingface": make_plain_step(Path(folder), batch),
+            "huggingface": model.make_plain_step(batch),
         }
         first = {side: step() for side, step in sides.items()}  # also warms up
         seconds: dict[str, list[float]] = {side: [] for side in sides}
@@ -134,8 +137,9 @@ def _measure_step(shape: Shape, lengths: str, batch: PackedBatch) -> dict[str, A
     medians = {side: statistics.median(found) for side, found in seconds.items()}
     return {
         "model": shape.name,
+        "kind": shape.kind,
         "lengths": lengths,
-        "num_parameters": num_parameters,
+        "num_parameters": model.num_parameters,
         "num_tokens": batch.num_tokens,
         "num_padded_tokens": batch.num_rows * max(batch.row_lengths),
         "seconds": seconds,
@@ -181,44 +185,6 @@ def loss(
     return total, {"actor/pg_loss": total.detach()}
 
 
-def make_plain_step(folder: Path, batch: PackedBatch) -> Step:
-    """Return a step as one would write it: Hugging Face, padded rows, AdamW; the same loss."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LR, betas=BETAS, eps=EPSILON, weight_decay=0.0, fused=True
-    )
-    tokens_BT, labels_BT, weight_BT, is_real_BT = pad_batch(batch)
-    # Rows of one length need no mask, and attention without one is faster.
-    attention_mask = None if is_real_BT.all() else is_real_BT.long()
-
-    def step() -> dict[str, float]:
-        optimizer.zero_grad()
-        logits = model(input_ids=tokens_BT, attention_mask=attention_mask, use_cache=False).logits
-        minus_logprobs = functional.cross_entropy(logits.flatten(0, 1), labels_BT.flatten(), reduction="none")
-        total = (minus_logprobs * weight_BT.flatten()).sum()
-        total.backward()
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
-        optimizer.step()
-        return {"actor/pg_loss": total.item(), "actor/grad_norm": grad_norm.item()}
-
-    return step
-
-
-def pad_batch(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tokens, labels, weight of each label's log-prob, and which positions are real, all [B, T]."""
-    weight_N = batch.rewards_R[batch.row_N] * batch.loss_mask_N / batch.totals.num_tokens
-    spans = list(itertools.pairwise(batch.cu_seqlens))
-
-    def pad(values_N: torch.Tensor) -> torch.Tensor:
-        rows = [values_N[start:end] for start, end in spans]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-    is_real_N = torch.ones(batch.num_tokens, dtype=torch.bool)
-    return pad(batch.tokens_N), pad(batch.labels_N), pad(weight_N), pad(is_real_N)
-
-
 def table(results: dict[str, Any]) -> str:
     """Return the figures as text."""
     lines = ["a whole training step, tokens/s of processor time, one thread, float32"]
@@ -232,7 +198,7 @@ def table(results: dict[str, Any]) -> str:
         )
     found = results["loss"]
     if found is None:
-        return "\n".join([*lines, verl_loss.HOW_TO_GET])
+        return "\n".join([*lines, *([] if results["only"] else [verl_loss.HOW_TO_GET])])
     lines.append(
         f"advantage, weights, loss on {found['num_rows']} x {found['num_columns']}, "
         f"{found['filled_share']:.0%} of it real; largest difference {found['error']:.1e}"
@@ -248,10 +214,12 @@ def check(results: dict[str, Any]) -> Verdict:
     """Return whether every target is met, and the worst ratio to a target as a sentence."""
     ratios: dict[str, float] = {}
     for step in results["steps"]:
-        name, target = f"{step['model']} {step['lengths']}", TARGETS[step["lengths"]]
+        name, target = f"{step['model']} {step['lengths']}", TARGETS[step["kind"]][step["lengths"]]
         ratios[f"{name}, target {target:g}"] = step["ratio"] / target
         ratios[f"{name} loss and norm, target {TARGET_ERROR:g}"] = TARGET_ERROR / max(step["error"], 1e-12)
     found = results["loss"]
+    if results["only"]:
+        return judge(ratios)
     if found is None:
         return False, f"advantage and loss were not measured: {verl_loss.HOW_TO_GET}"
     for side, target in LOSS_TARGETS.items():

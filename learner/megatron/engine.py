@@ -38,14 +38,15 @@ from weight_sync.memory.parts import Part
 cpu_adaptor.install()  # before anything of Megatron is bound below
 
 from learner.megatron import convert, groups  # noqa: E402
+from learner.megatron.linear import bind_products  # noqa: E402
 from learner.megatron.model import architecture, experts, heads, te_layers  # noqa: E402
 from learner.megatron.model.lora import add_adapters  # noqa: E402
-from learner.megatron.optimizer.updates import Updates, bind_weight_gradient  # noqa: E402
+from learner.megatron.optimizer.updates import Updates  # noqa: E402
 from learner.megatron.rows import ExportedParts  # noqa: E402
 from learner.megatron.schedule import ColumnsLoss, make_schedule  # noqa: E402
 from learner.megatron.state import TrainingState  # noqa: E402
 
-bind_weight_gradient()
+bind_products()
 T = TypeVar("T")
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from learner.numerics.autograd import SavedTensors
+from learner.numerics.products import is_slow, multiply
 
 TILE_ENTRIES = {"cpu": 1 << 13, "cuda": 1 << 14}
 """Vocabulary entries of a tile."""
@@ -307,15 +308,15 @@ def _matmul(left: torch.Tensor, right: torch.Tensor, tile: torch.Tensor | None =
     """Return the product in float32, in `tile` where that can be."""
     if left.dtype is not torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
-    if tile is None:
-        return left @ right
+    if tile is None or is_slow(left, right):
+        return multiply(left, right)
     shape = (left.shape[0], right.shape[1])
     return torch.mm(left, right, out=tile[: math.prod(shape)].view(shape))
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Add the product to the float32 `total`."""
-    if left.dtype is torch.float32:
+    if left.dtype is torch.float32 and not is_slow(left, right):
         total.addmm_(left, right)
     else:
         total.add_(_matmul(left, right))

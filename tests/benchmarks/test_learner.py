@@ -8,17 +8,19 @@ import torch
 
 from benchmarks.learner import shared_prompt, verl_loss
 from benchmarks.learner import training as learner
+from benchmarks.learner.kinds import TARGETS, pad_batch
 
 SHAPE = learner.Shape("tiny", 128, 1, 64, 1)
 SIZES = learner.Sizes((SHAPE,), num_rows=4, num_tokens=32)
 
-STEP = {"model": "10M", "lengths": "equal", "ratio": 0.9, "error": 1e-6}
+STEP = {"model": "10M", "kind": "dense", "lengths": "equal", "ratio": 1.1, "error": 1e-6}
 FASTER = {"advantage + loss": 3.0, "advantage + weights + loss": 3.0}
 LOSS = {"speed_up": {"padded": FASTER, "packed": FASTER}, "error": 0.0}
 
 
-def test_both_sides_of_a_step_find_the_same_loss_and_gradient():
-    for result in learner.measure_steps(SHAPE, SIZES):
+@pytest.mark.parametrize("kind", TARGETS)
+def test_both_sides_of_a_step_find_the_same_loss_and_gradient(kind):
+    for result in learner.measure_steps(dataclasses.replace(SHAPE, kind=kind), SIZES):
         assert result["error"] < 1e-5, result["lengths"]
         is_ragged = result["num_padded_tokens"] > result["num_tokens"]
         assert is_ragged == (result["lengths"] == "ragged")
@@ -30,7 +32,7 @@ def test_a_side_that_finds_another_loss_is_seen():
 
 def test_padding_the_batch_keeps_every_weight_at_its_label():
     batch = learner.make_batch(SHAPE, SIZES, "ragged")
-    tokens_BT, labels_BT, weight_BT, is_real_BT = learner.pad_batch(batch)
+    tokens_BT, labels_BT, weight_BT, is_real_BT = pad_batch(batch)
     assert is_real_BT.sum(1).tolist() == batch.row_lengths
     assert torch.equal(tokens_BT[is_real_BT], batch.tokens_N)
     assert torch.equal(labels_BT[is_real_BT], batch.labels_N)
@@ -42,30 +44,48 @@ def test_padding_the_batch_keeps_every_weight_at_its_label():
     ("changed", "said"),
     [
         ({}, "1.00"),
-        ({"ratio": 0.45}, "0.50 (10M equal, target 0.9)"),
-        ({"lengths": "ragged", "ratio": 0.9}, "0.90 (10M ragged, target 1)"),
+        ({"ratio": 0.55}, "0.50 (10M equal, target 1.1)"),
+        ({"kind": "experts", "ratio": 0.5}, "0.50 (10M equal, target 1)"),
+        ({"lengths": "ragged", "ratio": 0.75}, "0.50 (10M ragged, target 1.5)"),
         ({"error": 2e-4}, "0.50 (10M equal loss and norm"),
     ],
 )
 def test_the_worst_ratio_of_the_steps_is_the_last_word(changed, said):
-    is_met, verdict = learner.check({"steps": [STEP | changed], "loss": LOSS})
+    is_met, verdict = learner.check({"steps": [STEP | changed], "loss": LOSS, "only": None})
     assert is_met == (not changed)
     assert f"worst ratio to a target: {said}" in verdict
 
 
 def test_slower_than_verl_is_a_miss():
     slower = {"padded": FASTER, "packed": {"advantage + loss": 1.0}}
-    is_met, verdict = learner.check({"steps": [STEP], "loss": LOSS | {"speed_up": slower}})
+    is_met, verdict = learner.check({"steps": [STEP], "loss": LOSS | {"speed_up": slower}, "only": None})
     assert not is_met
     assert "0.50 (packed advantage + loss, target 2)" in verdict
 
 
 def test_without_verl_the_benchmark_says_how_to_get_it_and_the_check_fails(tmp_path):
     assert verl_loss.load_verl(tmp_path) is None
-    is_met, verdict = learner.check({"steps": [STEP], "loss": None})
+    found = {"steps": [STEP], "loss": None, "only": None}
+    is_met, verdict = learner.check(found)
     assert not is_met
     assert verl_loss.HOW_TO_GET in verdict
-    assert learner.table({"steps": [], "loss": None}).endswith(verl_loss.HOW_TO_GET)
+    assert learner.table(found | {"steps": []}).endswith(verl_loss.HOW_TO_GET)
+    assert learner.check(found | {"only": "steps"})[0], "it was not asked for"
+
+
+@pytest.mark.parametrize(
+    ("is_quick", "only", "kinds"),
+    [
+        (True, None, ["dense"]),
+        (True, "steps", ["dense", "experts", "adapters"]),
+        (False, None, ["dense", "experts", "adapters", "dense"]),
+        (False, "lora", ["adapters"]),
+    ],
+)
+def test_only_chooses_among_the_models(is_quick, only, kinds):
+    sizes = learner.choose_sizes(is_quick, only)
+    assert [shape.kind for shape in sizes.shapes] == kinds
+    assert bool(sizes.loss_turns) == (only is None)
 
 
 def test_packed_and_padded_give_the_same_loss_and_gradient():

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from learner.attention.pieces import whole_rows
 from learner.attention.rectangles import RectanglePieces
-from learner.megatron.optimizer.updates import add_weight_gradient
+from learner.megatron.linear import add_weight_gradient
 from tests.pretended_gpu.device.tensors import GPU, PretendedGpu, to_gpu
 
 

@@ -29,6 +29,7 @@ from learner.checkpoint.pretrained import PretrainedTensors
 from learner.fsdp2.model import attention
 from learner.fsdp2.model.rows import Rows, lay_out_padded, lay_out_rows
 from learner.fsdp2.model.stored_weights import StoredWeights
+from learner.numerics.products import bind_linear_layers
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ def load_model(folder: Path, *, with_output: bool = True) -> tuple[PreTrainedMod
         ) from error
     model.tie_weights()
     model.eval()
+    bind_linear_layers(model)
     return model, StoredWeights(model, PretrainedTensors(folder), model if with_output else model.base_model)
 
 

@@ -20,6 +20,7 @@ from learner.fsdp2.model.language_model import Ways, run_body, run_logits
 from learner.fsdp2.model.rows import Rows
 from learner.lora.factors import CHILD, Factors, Switch
 from learner.numerics.fused_logprob import fused_logprobs
+from learner.numerics.products import linear
 
 
 class PolicyModule(torch.nn.Module):
@@ -116,7 +117,7 @@ def add_adapters(model: torch.nn.Module, lora: LoraSection, switch: Switch) -> N
 
 
 def _forward_adapted(layer: torch.nn.Linear, scale: float, switch: Switch, x: torch.Tensor) -> torch.Tensor:
-    output = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    output = linear(x, layer.weight, layer.bias)
     if not switch.is_on:
         return output
     low: torch.Tensor = layer.get_submodule(CHILD)(x)

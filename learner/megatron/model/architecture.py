@@ -182,7 +182,7 @@ def make_transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=True,  # by `optimizer.bind_weight_gradient`
+        gradient_accumulation_fusion=True,  # by `linear.bind_products`
         apply_rope_fusion=False,
         tensor_model_parallel_size=parallelism.tp,
         sequence_parallel=parallelism.sequence_parallel,
