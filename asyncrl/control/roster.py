@@ -132,12 +132,15 @@ class Roster:
     def _environment(self, kind: str, section: LearnerSection | RolloutSection | None) -> dict[str, str]:
         """Return the variables of a service's process."""
         found = dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
-        if section is None or not section.gpus:
+        if section is None:
             return found
-        found["OMP_NUM_THREADS"] = str(max(1, int(section.cpus)))
         if kind != "learner":
             modes = (engine_facts(name).find_deterministic_mode() for name in self.config.rollout.engines)
-            return found | {mode: "1" for mode in modes if mode}
+            found |= {mode: "1" for mode in modes if mode}
+        if section.gpus:
+            found["OMP_NUM_THREADS"] = str(max(1, int(section.cpus)))
+        if kind != "learner" or not section.gpus:
+            return found
         learner = self.config.learner
         found |= {**LEARNER_ON_GPU, **backend_facts(learner.backend).gpu_environment}
         return {**found, **(DETERMINISTIC if learner.deterministic else {})}

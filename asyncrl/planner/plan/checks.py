@@ -247,13 +247,6 @@ def check_models_of_engines(config: Config) -> Iterator[str]:
                 yield f"model.path: {why}; use rollout.engine: vllm, or rows that are no longer"
 
 
-def check_deterministic_mode(config: Config) -> Iterator[str]:
-    """Say if the engine is to run in a deterministic mode that it has on GPUs alone."""
-    for engine in map(engine_facts, config.by_engine):
-        if not config.rollout.gpus and (mode := engine.find_deterministic_mode()):
-            yield f"rollout.gpus: {engine.title} does not start on a CPU with {mode}; unset it"
-
-
 def check_memory(config: Config, there: Capacity | None = None) -> Iterator[str]:
     """Say what this machine, or one of which `there` is told, has too little memory for.
 
@@ -268,7 +261,6 @@ PORTABLE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_buffer,
     check_cuts_of_named_models,
     check_cut_of_engine,
-    check_deterministic_mode,
     check_heads,
     check_long_rows,
     check_models_of_engines,

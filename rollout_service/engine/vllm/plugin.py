@@ -31,8 +31,10 @@ def register() -> None:
     _forget_prefixes_at_resumption()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from rollout_service.engine.vllm.core.single_rows import pad_single_rows
     from rollout_service.engine.vllm.quantized import register_int8
 
+    pad_single_rows()
     register_int8(QUANTIZATIONS["int8"])
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(

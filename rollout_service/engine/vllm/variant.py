@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rollout_service.engine.vllm.engine import VllmSettings
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+PADS = "ASYNCRL_PADS_SINGLE_ROWS"
+"""What becomes of it on a CPU: see `core.single_rows`."""
 
 
 class VllmVariant(EngineVariant):
@@ -29,12 +31,17 @@ class VllmVariant(EngineVariant):
         from rollout_service.engine.vllm.core.process import start_forkserver
         from rollout_service.engine.vllm.environment import prepare_environment
 
+        if not config.rollout.gpus and self.find_deterministic_mode():
+            # vLLM's own mode is of kernels for GPUs, and breaks its start on a CPU.
+            os.environ.pop(BATCH_INVARIANT, None)
+            os.environ[PADS] = "1"
         prepare_environment(has_gpu=config.rollout.gpus > 0)
         if not config.rollout.gpus:
             start_forkserver()
 
     def find_deterministic_mode(self) -> str:
-        return BATCH_INVARIANT if os.environ.get(BATCH_INVARIANT, "0") != "0" else ""
+        is_set = any(os.environ.get(name, "0") != "0" for name in (BATCH_INVARIANT, PADS))
+        return BATCH_INVARIANT if is_set else ""
 
     def build(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
         from rollout_service.engine.vllm.engine import VllmEngine

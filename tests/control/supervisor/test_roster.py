@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -223,13 +224,14 @@ def test_libraries_of_a_learner_on_a_gpu_repeat_their_results_where_that_is_aske
 
 
 @pytest.mark.parametrize("mode", ["1", "0", None])
-def test_replicas_on_gpus_are_told_of_the_deterministic_mode_that_the_run_was_started_in(
-    mode: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("settings", [{}, ON_GPUS])
+def test_replicas_are_told_of_the_deterministic_mode_that_the_run_was_started_in(
+    settings: dict[str, Any], mode: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that joined Ray has an environment of its own."""
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     if mode is not None:
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", mode)
-    roster = replace(make_roster(), config=Config(**SECTIONS, **ON_GPUS))
+    roster = replace(make_roster(), config=Config(**SECTIONS, **settings))
     assert roster.spec("rollout.0").variables.get("VLLM_BATCH_INVARIANT") == ("1" if mode == "1" else None)
     assert "VLLM_BATCH_INVARIANT" not in roster.spec("learner.0").variables
