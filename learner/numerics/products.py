@@ -51,8 +51,8 @@ def is_slow(left_NK: torch.Tensor, right_KM: torch.Tensor) -> bool:
 
 
 def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """As `torch.nn.functional.linear`, of any device and number format."""
-    if not is_slow(x.flatten(0, -2), weight_OI.T):
+    """As `torch.nn.functional.linear`, of any device and number format; a compiler has kernels of its own."""
+    if torch.compiler.is_compiling() or not is_slow(x.flatten(0, -2), weight_OI.T):
         return functional.linear(x, weight_OI, bias_O)
     product: torch.Tensor = Linear.apply(x, weight_OI)
     return product if bias_O is None else product + bias_O

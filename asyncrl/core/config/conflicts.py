@@ -173,8 +173,11 @@ def _find_quantization_conflicts(config: Root) -> Iterator[Conflict]:
 
 
 def _find_lora_conflicts(config: Root) -> Iterator[Conflict]:
-    """Yield what cannot take adapters, or was not shown with them."""
-    rollout, learner, key = config.rollout, config.learner, "model.lora.rank"
+    """Yield what cannot take adapters, or was not shown with them, and settings of adapters without one."""
+    rollout, learner, lora, key = config.rollout, config.learner, config.model.lora, "model.lora.rank"
+    if not lora.rank and lora != type(lora)():
+        what = f"model.lora does nothing without a rank: {key} is 0, which trains all weights"
+        yield Conflict((key, "model.lora"), what, f"Set {key}: 32 or so, or leave model.lora out")
     lacking = [name for name in rollout.engines if not engine_facts(name).merges_adapters]
     for option, is_set, why in (
         ("rollout.engine", lacking, f"{', '.join(lacking)} takes whole weights alone"),
@@ -183,7 +186,7 @@ def _find_lora_conflicts(config: Root) -> Iterator[Conflict]:
         ("learner.kernels", learner.kernels == "te", "its matrices hold norms as well"),
         ("weight_sync.backend", config.weight_sync.is_direct, "direct sends parts of whole matrices"),
     ):
-        if config.model.lora.rank and is_set:
+        if lora.rank and is_set:
             hint = f"Leave it out, or {key}: 0"
             yield Conflict((option, key), f"{option} does not take adapters: {why}", hint)
 

@@ -40,6 +40,13 @@ def test_what_cannot_take_adapters_is_refused_beside_them(sections: dict[str, An
     make_config(lora={}, **sections)
 
 
+@pytest.mark.parametrize("lora", [{"alpha": 8}, {"targets": ["q_proj"]}, {"path": "adapters/mine"}])
+def test_settings_of_adapters_without_a_rank_are_refused(lora: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="model.lora does nothing without a rank"):
+        make_config(lora=lora)
+    make_config(lora=lora | {"rank": 8})
+
+
 def test_adapters_that_the_model_cannot_have_are_told_before_a_start(tmp_path: Path) -> None:
     dense = str(write_model_folder(tmp_path / "dense", **SIZES))
     mixture = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
