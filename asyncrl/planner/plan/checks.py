@@ -95,7 +95,10 @@ def count_all(config: Config, replicas: int, receivers: int) -> list[Part]:
     num_weights = None if shared is None else shared.num_weights
     ranks = machine.count_ranks_here(config)
     experts, adapters = sizes.count_expert_weights(size), shared_memory.count_adapters(config)
-    parts = memory.count_parts(config, num_weights, replicas, critic, buffer, ranks, experts, adapters)
+    quantized = sizes.count_quantized_weights(config, size)
+    parts = memory.count_parts(
+        config, num_weights, replicas, critic, buffer, ranks, experts, adapters, quantized
+    )
     if size is not None:
         parts.append(sizes.estimate_activations(config, size, ranks))
     if shared is not None:
@@ -122,7 +125,8 @@ def count_nodes(config: Config) -> list[Part]:
         )
         parts += memory.count_rank_elsewhere(config, num_weights, critic, experts, adapters)
         parts += [replace(part, where=memory.PER_RANK[SHM]) for part in parts if part.where == SHM]
-    parts += memory.count_replica_elsewhere(config, num_weights)
+    quantized = sizes.count_quantized_weights(config, read_size(config))
+    parts += memory.count_replica_elsewhere(config, num_weights, quantized)
     if at_receiver is not None:
         where = memory.PER_REPLICA[SHM]
         parts.append(Part(where, VERSIONS, at_receiver.num_bytes, at_receiver.rule))
@@ -247,6 +251,13 @@ def check_models_of_engines(config: Config) -> Iterator[str]:
                 yield f"model.path: {why}; use rollout.engine: vllm, or rows that are no longer"
 
 
+def check_quantized_experts(config: Config) -> Iterator[str]:
+    """Say if experts are to be quantised: engines have that for linear layers alone."""
+    kind, size = config.rollout.quantization, read_size(config)
+    if kind is not None and size is not None and size.experts is not None:
+        yield f"rollout.quantization: {kind} does not take a mixture of experts; leave it out"
+
+
 def check_memory(config: Config, there: Capacity | None = None) -> Iterator[str]:
     """Say what this machine, or one of which `there` is told, has too little memory for.
 
@@ -265,6 +276,7 @@ PORTABLE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_long_rows,
     check_models_of_engines,
     check_nodes_of_replica,
+    check_quantized_experts,
     check_shares,
     names.check_algorithm,
     names.check_rewards,

@@ -91,6 +91,8 @@ def find_refused(model: HasModules, config: ModelConfig) -> Iterator[str]:
             yield f"'{path}' ({type(module).__name__}) is processed by {type(method).__name__}"
         elif method is None and type(module) not in REPEATABLE and _processes_itself(module):
             yield f"'{path}' ({type(module).__name__}) processes its weights in a way of its own"
+        elif getattr(config, "quantization", None) and isinstance(method, UnquantizedFusedMoEMethod):
+            yield f"'{path}' ({type(module).__name__}) has experts, which {config.quantization} leaves whole"
     yield from _find_overlaps(model)
     # Builds without this field tie whatever the checkpoint holds.
     if getattr(config, "word_embeddings_untied_by_checkpoint", False) and not find_shared(model):

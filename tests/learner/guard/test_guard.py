@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from asyncrl.core.config.tree import GuardSection
+from asyncrl.buffer.client import LearnerClient
+from asyncrl.core.config.tree import Config, GuardSection
+from learner.checkpoint import CheckpointStore
 from learner.guard.explanations import EXPLANATIONS, explain
 from learner.guard.guard import MAX_ROLLBACKS, Action, Guard
 from learner.guard.signals import Finding, make_signals
 from learner.guard.watch import Watch
+from learner.leader.leader import Leader
 
 NUM_CALM = 20
 NORMS = {name: {"max": 2.0} for name in ("actor/grad_norm", "critic/grad_norm")}
@@ -480,3 +485,28 @@ def test_only_a_gradient_that_is_not_finite_in_some_of_the_updates_has_clear_off
     assert watch.state()["num_rollbacks"] == 1 and not watch.has_changed, "the learning rate stays"
     watch.judge(0, calm_metrics(0) | {"actor/grad_norm": math.nan, "actor/ppo_kl": 5.0}, 0)
     assert watch.offenders([4, 3], num_trainable=4) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "gap", "kinds"),
+    [
+        ("float32", None, 0.01, ["weights_differ"]),
+        ("float32", "int8", 0.01, []),
+        ("bfloat16", None, 0.3, ["weights_differ"]),
+        ("bfloat16", "int8", 0.3, []),
+        ("bfloat16", "int8", 0.5, ["weights_differ"]),
+    ],
+)
+def test_a_quantised_engine_may_differ_by_what_quantisation_makes(
+    dtype: str, quantization: str | None, gap: float, kinds: list[str], tmp_path: Path
+) -> None:
+    config = Config(
+        model={"path": "m", "dtype": dtype},
+        data={"train": "t"},
+        reward={"fn": "gsm8k"},
+        rollout={"quantization": quantization},
+    )
+    with closing(LearnerClient("tcp://127.0.0.1:1")) as client:
+        leader = Leader(config, client, lambda _: None, CheckpointStore(tmp_path / "checkpoints", keep=1))
+        leader.judge(0, {"weights/engine_gap_mean": gap}, 0)
+    assert [finding.kind for finding in leader.findings] == kinds

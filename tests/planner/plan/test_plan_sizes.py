@@ -17,7 +17,7 @@ from asyncrl.planner import plan
 from asyncrl.planner.plan import checks
 from asyncrl.planner.plan.footprint import capacity, sizes
 from asyncrl.planner.plan.footprint.capacity import Capacity
-from asyncrl.planner.plan.footprint.memory import HOST, LEARNER_GPU, SHM, Part, count_parts
+from asyncrl.planner.plan.footprint.memory import HOST, LEARNER_GPU, ROLLOUT_GPU, SHM, Part, count_parts
 from asyncrl.planner.plan.footprint.shared_memory import NUM_AT_PUBLISHER
 from tests.planner.plan.model_folder import SIZES, write_model_folder
 
@@ -331,3 +331,34 @@ def test_snapshots_and_stages_of_the_direct_path_are_counted_where_they_lie() ->
         assert found["snapshots of versions"].num_bytes == 3 * 2 * NUM_WEIGHTS // share, "and a base"
         assert found["stages of engine workers"].num_bytes == stages.num_bytes
     assert not any("snapshots" in part.what for part in count_parts(make_config(), NUM_WEIGHTS, 1))
+
+
+@pytest.mark.parametrize(("gpus", "kind", "where"), [(0, "int8", HOST), (1, "fp8", ROLLOUT_GPU)])
+def test_quantised_weights_of_an_engine_are_counted_with_one_byte(
+    gpus: int, kind: str, where: str, tmp_path: Path
+) -> None:
+    model = write_model_folder(tmp_path, **SIZES)
+    found = {}
+    for quantization in (None, kind):
+        rollout = {"gpus": gpus, "quantization": quantization}
+        config = make_config(model={"path": str(model)}, rollout=rollout)
+        parts = checks.count_all(config, 1, 1)
+        (found[quantization],) = (part for part in parts if part.where == where and "engine" in part.what)
+    size = checks.read_size(config)
+    assert size is not None
+    num_linear = size.num_weights - size.hidden_size * size.vocab_size
+    assert num_linear > 0
+    assert found[None].num_bytes - found[kind].num_bytes == num_linear  # bfloat16 to one byte
+    assert found[kind].rule != found[None].rule
+
+
+def test_quantised_experts_are_refused_before_a_start(tmp_path: Path) -> None:
+    dense, mixture = (write_model_folder(tmp_path / name, **SIZES) for name in ("dense", "mixture"))
+    table = json.loads((mixture / "config.json").read_text())
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    (mixture / "config.json").write_text(json.dumps(table | experts | {"moe_intermediate_size": 64}))
+    for model, quantization, wanted in ((dense, "int8", 0), (mixture, None, 0), (mixture, "int8", 1)):
+        config = make_config(model={"path": str(model)}, rollout={"quantization": quantization})
+        found = list(checks.check_quantized_experts(config))
+        assert len(found) == wanted
+        assert all("does not take a mixture of experts" in line for line in found)

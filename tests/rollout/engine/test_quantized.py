@@ -79,6 +79,12 @@ def test_each_version_is_quantised_as_a_start_with_it_would(form: Form, workers:
         assert ROUNDING < gap(model, said) < WRONG < gap(other, said)
 
 
+def test_experts_are_refused_by_name(tmp_path: Path):
+    form = Form("qwen3_moe", is_tied=False, vocab_size=131)
+    with pytest.raises(EngineError, match="has experts, which asyncrl_int8 leaves whole"), started(form.build(0), tmp_path, 1):
+        pass
+
+
 def test_a_weight_is_rounded_to_the_nearest_of_255_steps_of_its_channel():
     weight_OI = torch.tensor([[1.27, -0.634, 0.0], [0.0, 0.0, 0.0], [-2.54, 0.021, 2.0]])
     found_OI, scale_O1 = quantize(weight_OI)

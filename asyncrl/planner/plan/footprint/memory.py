@@ -36,6 +36,8 @@ RELAYED = "a version while it is loaded"
 UTILIZATION = "gpu_memory_utilization"
 LEARNER_GPU, ROLLOUT_GPU = "each GPU of the learner", "each GPU of a replica"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZED_BYTES = 1
+"""Of a weight in INT8 or FP8; its share of a channel's scale is not counted."""
 GRADIENT_BYTES, MOMENT_BYTES, MAIN_BYTES = 4, 8, 4
 """Per weight: a float32 gradient, AdamW's two moments, the float32 copy of a 16-bit or offloaded weight."""
 SNAPSHOT_BYTES = 12
@@ -85,6 +87,7 @@ def count_parts(
     ranks: int | None = None,
     expert_weights: int = 0,
     adapter_weights: int | None = None,
+    quantized_weights: int = 0,
 ) -> list[Part]:
     """Return the parts on the host and on GPUs; those of an unknown model size are without its weights.
 
@@ -96,6 +99,7 @@ def count_parts(
         ranks: Of the learner, that are on this machine; None: all.
         expert_weights: Weights of experts among those of the policy.
         adapter_weights: That are trained in place of the policy's, if it has adapters.
+        quantized_weights: Weights among those of the policy that engines hold in one byte each.
     """
     if critic_weights is None and config.critic.path is None:
         critic_weights = num_weights
@@ -110,14 +114,16 @@ def count_parts(
             expert_weights,
             adapter_weights,
         ),
-        *_rollout_parts(config, num_weights, replicas),
+        *_rollout_parts(config, num_weights, replicas, quantized_weights),
     ]
 
 
-def count_replica_elsewhere(config: Config, num_weights: int | None) -> list[Part]:
+def count_replica_elsewhere(
+    config: Config, num_weights: int | None, quantized_weights: int = 0
+) -> list[Part]:
     """Return the parts of one replica on whichever node it is, without its receiver's shared memory."""
     largest = max(config.by_engine, key=lambda name: engine_facts(name).core_bytes)
-    parts = _rollout_parts(config.by_engine[largest], num_weights, 1)
+    parts = _rollout_parts(config.by_engine[largest], num_weights, 1, quantized_weights)
     return [replace(part, where=PER_REPLICA.get(part.where, part.where)) for part in parts]
 
 
@@ -245,7 +251,9 @@ def _trained(config: Config, policy_weights: int, critic_weights: int | None) ->
     return {"policy": policy_weights} | ({"critic": critic_weights} if has_critic and critic_weights else {})
 
 
-def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> Iterator[Part]:
+def _rollout_parts(
+    config: Config, num_weights: int | None, replicas: int, quantized_weights: int
+) -> Iterator[Part]:
     rollout = config.rollout
     if not replicas:
         return
@@ -258,15 +266,17 @@ def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> It
     if rollout.num_nodes > 1 and num_weights is not None:
         rule = f"weight {item} bytes, on each further node of a replica{each}"
         yield Part(HOST, RELAYED, item * num_weights * replicas, rule)
+    held = (num_weights or 0) * item - quantized_weights * (item - QUANTIZED_BYTES)
+    told = f", {quantized_weights / GB:.3g} G of them {QUANTIZED_BYTES}" if quantized_weights else ""
     if rollout.gpus:
         if num_weights is not None:
             num_gpus = math.ceil(rollout.gpus)
             cut = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
-            rule = f"weight {item} bytes{cut}; the KV cache takes what is left"
-            yield Part(ROLLOUT_GPU, "engine", num_weights * item // num_gpus, rule)
+            rule = f"weight {item} bytes{told}{cut}; the KV cache takes what is left"
+            yield Part(ROLLOUT_GPU, "engine", held // num_gpus, rule)
         return
     names = [rollout.engines[index % len(rollout.engines)] for index in range(replicas)]
     core_bytes = sum(engine_facts(name).core_bytes for name in names) // replicas
-    core = core_bytes + rollout.kv_cache_bytes + (num_weights or 0) * item
-    rule = f"({core_bytes / GB:.2g} GB + rollout.kv_cache_bytes + weight {item} bytes){each}"
+    core = core_bytes + rollout.kv_cache_bytes + held
+    rule = f"({core_bytes / GB:.2g} GB + rollout.kv_cache_bytes + weight {item} bytes{told}){each}"
     yield Part(HOST, ENGINE_CORES, core * replicas, rule)

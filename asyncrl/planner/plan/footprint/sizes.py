@@ -53,6 +53,13 @@ KEYS_OF_HOST = {
 """The same for main memory, by its largest part; any other part is of the model."""
 
 
+def count_quantized_weights(config: Config, size: ModelSize | None) -> int:
+    """Return the weights that engines hold quantised: of linear layers, without the head."""
+    if config.rollout.quantization is None or size is None:
+        return 0
+    return size.num_weights - size.hidden_size * size.vocab_size
+
+
 def count_expert_weights(size: ModelSize | None) -> int:
     """Return the weights of all experts of all layers; 0 of a dense model, or one that is not known."""
     experts = size.experts if size is not None else None
