@@ -79,7 +79,12 @@ def save_plain(folder: Path, hidden_size: int, num_layers: int, vocab_size: int)
 
 
 def save_qwen3_moe(
-    folder: Path, hidden_size: int, num_layers: int, vocab_size: int, num_experts: int, num_experts_per_tok: int
+    folder: Path,
+    hidden_size: int,
+    num_layers: int,
+    vocab_size: int,
+    num_experts: int,
+    num_experts_per_tok: int,
 ) -> int:
     """As `save_plain`, with experts as wide as half of a dense layer; return the number of parameters."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig

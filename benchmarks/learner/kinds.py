@@ -1,7 +1,7 @@
-"""Models that whole training steps are measured on: dense, with experts, with adapters; and the hand-written step.
+"""Models that whole training steps are measured on, dense, with experts or adapters, and the plain step.
 
-Hugging Face's model pads to the longest row, its experts run in the fastest way that it has here, its adapters
-are PEFT's.
+That is one as one would write it: Hugging Face's model pads to the longest row, its experts run by grouped
+products, its adapters are PEFT's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products of Megatron's matrices: gradients that go straight into float32 buffers, and a CPU's faster kernel.
+"""Products of Megatron's matrices: gradients that go into float32 buffers, and a CPU's faster kernel.
 
 Megatron has the first by a function of Apex for CUDA, and of the second nothing. Owns the names that it
 takes from `megatron.core.tensor_parallel.layers`, rebound before a model is made. Invariant: products that
@@ -62,12 +62,12 @@ class _Choice:
         self._megatrons, self._ours = megatrons, ours
 
     def __call__(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: object
+        self, x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None, **options: object
     ) -> torch.Tensor:
         is_local = not any(options[name] for name in NEED_OTHERS)
-        if not is_local or not is_slow(input.flatten(0, -2), weight.T):
-            return self._megatrons(input=input, weight=weight, bias=bias, **options)
-        product: torch.Tensor = self._ours.apply(input, weight)
+        if not is_local or not is_slow(x.flatten(0, -2), weight.T):
+            return self._megatrons(x, weight, bias=bias, **options)
+        product: torch.Tensor = self._ours.apply(x, weight)
         return product if bias is None else product + bias
 
 

@@ -1,8 +1,8 @@
 """Products of float32 matrices on a CPU: by oneDNN where the other library is slower.
 
-torch multiplies float32 by MKL, which takes the shorter half of the vector units of processors other than Intel's
-(AMD EPYC with AVX-512: 110 of 250 GFLOP/s a core). Owns that choice, which follows from the machine and the
-shapes alone: a run is repeated bit by bit. Invariant: the product is the same up to the order of its sums.
+torch multiplies float32 by MKL, which takes half of the vector units of processors other than Intel's (AMD
+EPYC with AVX-512: 110 of 250 GFLOP/s a core). Owns that choice, which follows from the machine and the shapes
+alone: a run is repeated bit by bit. Invariant: the product is the same up to the order of its sums.
 
 Shapes: N rows, K summed, M columns; I inputs and O outputs of a linear layer.
 """
@@ -54,7 +54,7 @@ def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
     """As `torch.nn.functional.linear`, of any device and number format; a compiler has kernels of its own."""
     if torch.compiler.is_compiling() or not is_slow(x.flatten(0, -2), weight_OI.T):
         return functional.linear(x, weight_OI, bias_O)
-    product: torch.Tensor = Linear.apply(x, weight_OI)
+    product: torch.Tensor = Linear.apply(x, weight_OI)  # type: ignore[no-untyped-call]
     return product if bias_O is None else product + bias_O
 
 

@@ -1,1 +1,1 @@
-"""Studies of vLLM on a CPU: whose log-probs are equal to the bit, and what number formats and adapters cost."""
+"""Studies of vLLM on a CPU: whose log-probs are equal to the bit, and the cost of formats and adapters."""

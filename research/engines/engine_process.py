@@ -66,15 +66,16 @@ class EngineProcess:
 
     def sample(self, requests: Sequence[Request]) -> tuple[list[Answer], float]:
         """Return the answers of one batch, and the processor time [s]."""
-        return self._call("sample", requests)
+        found: tuple[list[Answer], float] = self._call("sample", requests)
+        return found
 
     def merge(self, adapter: Path) -> float:
         """Merge the adapter into the engine's weights as weight sync does; return the processor time [s]."""
-        return self._call("merge", adapter)
+        return float(self._call("merge", adapter))
 
     def serve(self, adapter: Path) -> float:
         """Take the adapter in place of the one that is served; return the processor time [s]."""
-        return self._call("serve", adapter)
+        return float(self._call("serve", adapter))
 
     def close(self) -> None:
         """End the process."""
@@ -134,7 +135,9 @@ class _Engine:
         from vllm import SamplingParams
 
         params = [
-            SamplingParams(max_tokens=one.num_tokens, seed=one.seed, ignore_eos=True, logprobs=0, detokenize=False)
+            SamplingParams(
+                max_tokens=one.num_tokens, seed=one.seed, ignore_eos=True, logprobs=0, detokenize=False
+            )
             for one in requests
         ]
         prompts = [{"prompt_token_ids": list(one.prompt)} for one in requests]

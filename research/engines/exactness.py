@@ -1,11 +1,11 @@
-"""Bits of log-probs: of vLLM alone and beside others, of the learner packed and row by row, of one and the other.
+"""Bits of log-probs: of vLLM alone and beside others, of the learner packed and by rows, and across.
 
     python -m research.engines.exactness [--quick] [--json FILE] [--check]
 
-Sixteen prompts, 48 sampled tokens each, by random Qwen3 of two widths, on a CPU. A row says how many log-probs of
-one side are equal to the bit to those of another, and the largest difference. `padded` is
-`VLLM_BATCH_INVARIANT=1`: single rows go as two. Targets: with it the engine is equal to the bit in every batch; every
-side repeats itself; learner and engine agree to 1e-4 in float32.
+Sixteen prompts, 48 sampled tokens each, by random Qwen3 of two widths, on a CPU. A row: how many log-probs
+of one side equal those of another to the bit, and the largest difference. `padded` is
+`VLLM_BATCH_INVARIANT=1`: single rows go as two. Targets: with it the engine is equal to the bit in every
+batch; every side repeats itself; learner and engine agree to 1e-4 in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ NUM_PROMPTS, NUM_TOKENS, NUM_LAYERS = 16, 48, 3
 BESIDE = (0, 1, 5, 16, 47)
 """Requests in the same batch, besides the sixteen."""
 DTYPES = ("float32", "bfloat16")
-BACKENDS = {"megatron": MegatronBackend, "fsdp2": Fsdp2Backend}
+BACKENDS: Mapping[str, Callable[..., LearnerBackend]] = {"megatron": MegatronBackend, "fsdp2": Fsdp2Backend}
 TOLERANCE = 1e-4
 Logprobs = list[torch.Tensor]
 """Of each answer, float32."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ LORA = LoraSection(rank=32, alpha=64.0)
 
 def save(folder: Path, width: str, num_layers: int) -> Path:
     """Write a Qwen3 and return its folder."""
-    sizes = WIDTHS[width] | {"num_hidden_layers": num_layers, "vocab_size": VOCAB_SIZE}
+    sizes: dict[str, Any] = {**WIDTHS[width], "num_hidden_layers": num_layers, "vocab_size": VOCAB_SIZE}
     save_qwen3(folder, initializer_range=STD, tie_word_embeddings=False, **sizes)
     build_tokenizer().save_pretrained(folder)
     return folder

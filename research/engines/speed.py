@@ -2,10 +2,10 @@
 
     python -m research.engines.speed [--quick] [--json FILE] [--check]
 
-One random Qwen3; engines on one thread each take turns at the same batch, and what counts is processor time. `merged`
-is how weight sync loads an adapter: into the weights of the model, read anew from its files; `served` is
-vLLM's own way, beside the model. Targets: INT8 and bfloat16 at least as fast as float32 while they sample, and merged
-adapters at least as fast as served ones.
+One random Qwen3; engines on one thread each take turns at the same batch, and what counts is processor time.
+`merged` is how weight sync loads an adapter: into the model's weights, read anew from its files; `served` is
+vLLM's own way, beside the model. Targets: INT8 and bfloat16 at least as fast as float32 while they sample,
+and merged adapters at least as fast as served ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,28 +56,27 @@ def measure(is_quick: bool) -> dict[str, Any]:
 
 def _measure(engines: Mapping[str, EngineProcess], adapter: Path, is_quick: bool) -> dict[str, Any]:
     batches, num_turns = (QUICK_BATCHES, NUM_QUICK_TURNS) if is_quick else (BATCHES, NUM_TURNS)
-    rows = []
-    for size in batches:
-        requests = [
-            Request(prompt, NUM_TOKENS, seed) for seed, prompt in enumerate(make_prompts(size, seed=size))
-        ]
-        spent: dict[str, list[float]] = {name: [] for name in engines}
-        for turn in range(num_turns + 1):
-            for name, engine in engines.items():
-                seconds = engine.sample(requests)[1]
-                if turn:  # the first warms up
-                    spent[name].append(seconds)
-        for name, seconds_of in spent.items():
-            ratio = statistics.median(
-                base / own for base, own in zip(spent[BASE], seconds_of, strict=True)
-            )
-            rate = size * NUM_TOKENS / statistics.median(seconds_of)
-            rows.append({"engine": name, "batch": size, "tokens_per_s": rate, "of_float32": ratio})
-    versions = {"merged": [], "served": []}
+    rows = [row for size in batches for row in _measure_batch(engines, size, num_turns)]
+    versions: dict[str, list[float]] = {"merged": [], "served": []}
     for _ in range(num_turns + 1):
         versions["merged"].append(engines[BASE].merge(adapter))
         versions["served"].append(engines["served adapter"].serve(adapter))
     return {"speeds": rows, "version_s": {way: statistics.median(one[1:]) for way, one in versions.items()}}
+
+
+def _measure_batch(
+    engines: Mapping[str, EngineProcess], size: int, num_turns: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of each engine; they take turns, and the first turn warms up."""
+    prompts = make_prompts(size, seed=size)
+    requests = [Request(prompt, NUM_TOKENS, seed) for seed, prompt in enumerate(prompts)]
+    turns = [
+        {name: engine.sample(requests)[1] for name, engine in engines.items()} for _ in range(num_turns + 1)
+    ][1:]
+    for name in engines:
+        rate = size * NUM_TOKENS / statistics.median(turn[name] for turn in turns)
+        ratio = statistics.median(turn[BASE] / turn[name] for turn in turns)
+        yield {"engine": name, "batch": size, "tokens_per_s": rate, "of_float32": ratio}
 
 
 def make_table(results: Mapping[str, Any]) -> str:

@@ -80,8 +80,9 @@ def test_each_version_is_quantised_as_a_start_with_it_would(form: Form, workers:
 
 
 def test_experts_are_refused_by_name(tmp_path: Path):
-    form = Form("qwen3_moe", is_tied=False, vocab_size=131)
-    with pytest.raises(EngineError, match="has experts, which asyncrl_int8 leaves whole"), started(form.build(0), tmp_path, 1):
+    model = Form("qwen3_moe", is_tied=False, vocab_size=131).build(0)
+    told = "has experts, which asyncrl_int8 leaves whole"
+    with pytest.raises(EngineError, match=told), started(model, tmp_path, 1):
         pass
 
 

@@ -1,8 +1,8 @@
 """Products of single rows on a CPU, computed as those of two: the engine is then invariant to its batch.
 
 oneDNN multiplies one row by another kernel than several, in another order of sums, from some width on: a
-request that is alone in a step gets other last digits than beside others. Owns vLLM's product of matrices that
-are not quantised.
+request that is alone in a step gets other last digits than beside others. Owns vLLM's product of matrices
+that are not quantised.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_what_cannot_take_adapters_is_refused_beside_them(sections: dict[str, An
 
 @pytest.mark.parametrize("lora", [{"alpha": 8}, {"targets": ["q_proj"]}, {"path": "adapters/mine"}])
 def test_settings_of_adapters_without_a_rank_are_refused(lora: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="model.lora does nothing without a rank"):
+    with pytest.raises(ValueError, match=r"model\.lora does nothing without a rank"):
         make_config(lora=lora)
     make_config(lora=lora | {"rank": 8})
 
