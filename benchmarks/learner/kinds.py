@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from asyncrl.core.config.tree import LearnerSection, LoraSection
-from asyncrl.core.files.weight_files import read_shapes
+from asyncrl.models.weight_files import read_shapes
 from benchmarks.learner.inputs import save_plain, save_qwen3_moe
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch

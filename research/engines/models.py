@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from asyncrl.core.config.tree import LoraSection
-from asyncrl.core.files.weight_files import read_shapes
+from asyncrl.models.weight_files import read_shapes
 from benchmarks.learner.inputs import save_qwen3
 from learner.lora.folder import save_adapter
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer

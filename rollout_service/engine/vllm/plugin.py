@@ -9,8 +9,14 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rollout_service.engine.vllm.objects import BlockPool, Scheduler
+from rollout_service.engine.vllm.variant import PADS
+
+if TYPE_CHECKING:
+    import torch
 
 BACKEND = "asyncrl"
 WORKER_EXTENSION = "rollout_service.engine.vllm.weight_transfer.LoadReporter"
@@ -19,7 +25,7 @@ REFUSED = "report_refused_modules"
 OTHER_WORKER = "another worker of this engine"
 """Prefix of the report of a worker that stopped because of another one."""
 WATCHER = "asyncrl-parent-watcher"
-FORGETS = "_forgets_prefixes"
+FORGETS, PADS_ROWS = "_forgets_prefixes", "_pads_single_rows"
 QUANTIZATIONS = {"int8": "asyncrl_int8", "fp8": "fp8_per_tensor"}
 """`rollout.quantization` -> vLLM's name. Weights are quantised as they are loaded."""
 
@@ -29,12 +35,11 @@ def register() -> None:
     _end_with_parent()
     _permit_tiles()
     _forget_prefixes_at_resumption()
+    _pad_single_rows()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from rollout_service.engine.vllm.core.single_rows import pad_single_rows
     from rollout_service.engine.vllm.quantized import register_int8
 
-    pad_single_rows()
     register_int8(QUANTIZATIONS["int8"])
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
@@ -64,6 +69,30 @@ def _permit_tiles() -> None:
     import torch
 
     torch.cpu._init_amx()
+
+
+def _pad_single_rows() -> None:
+    """Have products of one row computed as those of two, if the environment says so, on a CPU.
+
+    oneDNN multiplies one row by another kernel than several, in another order of sums, from some width on: a
+    request that is alone in a step gets other last digits than beside others. Weights that are not quantised.
+    """
+    from vllm.model_executor.layers import utils
+
+    multiply: Callable[..., torch.Tensor] = utils.cpu_unquantized_gemm
+    if os.environ.get(PADS, "0") == "0" or hasattr(multiply, PADS_ROWS):
+        return
+
+    def multiply_padded(
+        layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if x.numel() != x.shape[-1]:
+            return multiply(layer, x, weight, bias)
+        rows = x.reshape(1, -1).expand(2, -1).contiguous()
+        return multiply(layer, rows, weight, bias)[:1].view(*x.shape[:-1], -1)
+
+    setattr(multiply_padded, PADS_ROWS, True)
+    utils.cpu_unquantized_gemm = multiply_padded
 
 
 def _forget_prefixes_at_resumption() -> None:

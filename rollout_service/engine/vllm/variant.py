@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 PADS = "ASYNCRL_PADS_SINGLE_ROWS"
-"""What becomes of it on a CPU: see `core.single_rows`."""
+"""What becomes of it on a CPU: single rows are padded to two."""
 
 
 class VllmVariant(EngineVariant):
