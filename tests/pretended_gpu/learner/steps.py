@@ -37,6 +37,7 @@ TIMEOUT_S = 300.0
 WORDS: dict[str, dict[str, Any]] = {
     "te": {"kernels": "te"},
     "tree": {},
+    "replay": {},
     "fsdp2": {"backend": "fsdp2"},
     "offload": {"offload": True},
     "raised": {},
@@ -46,7 +47,8 @@ WORDS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
 }
 """Changes of a learner's section. `raised`: memory runs out in the middle of the run; `once`:
-the run neither goes back nor resumes; `tree`: rows of its first update share prompts.
+the run neither goes back nor resumes; `tree`: rows of its first update share prompts; `replay`: experts were
+recorded of its rows.
 """
 
 
@@ -82,7 +84,7 @@ def take_step(backend: Any, way: str) -> dict[str, Any]:
     """Train two steps; return the log-probs, the metrics, and the waits of the second."""
     from learner.batching.batch import build_batch
     from tests.learner.parts.samples import make_groups
-    from tests.learner.parts.training import open_objective, prepare_step, train
+    from tests.learner.parts.training import open_objective, prepare_step, record_experts, train
     from tests.pretended_gpu.device.tensors import WAITS
 
     objective = open_objective()
@@ -92,6 +94,10 @@ def take_step(backend: Any, way: str) -> dict[str, Any]:
         shared = build_batch(make_groups(max_tokens=8, prompt_tokens=(24, 30)), 0, {1: 0})
         found["shared logprobs"] = backend.logprobs(shared)
         found["metrics"].append(backend.update(shared, sum_logprobs))
+    if "replay" in way:
+        routed = record_experts(build_batch(make_groups(), 0, {1: 0}), 2, 2, 8)
+        found["replayed logprobs"] = backend.logprobs(routed)
+        found["metrics"].append(backend.update(routed, sum_logprobs))
     found["metrics"] += train(backend, range(1))
     if "raised" in way:
         before = [weakref.ref(tensor) for tensor in tensors_of_adamw(backend)]

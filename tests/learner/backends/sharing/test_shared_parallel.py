@@ -63,7 +63,8 @@ def test_ranks_that_share_prompts_train_as_one_process_does_that_does_not(
 
 
 def test_ranks_that_share_experts_and_prompts_train_as_one_process_does_that_does_not(tmp_path: Path) -> None:
-    check(train_packed("qwen3_moe", tmp_path), 2, EXPERTS_OF_TWO, tmp_path / "ranks")
+    (tmp_path / "alone").mkdir()
+    check(train_packed("qwen3_moe", tmp_path / "alone"), 2, EXPERTS_OF_TWO, tmp_path)
 
 
 def check(
