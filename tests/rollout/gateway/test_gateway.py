@@ -417,18 +417,6 @@ def test_the_agent_of_the_page_makes_a_group(served: Stage, tmp_path: Path):
     assert served.take_group().rewards == rewards
 
 
-def test_the_agent_of_the_page_gives_its_group_up_when_a_call_fails(
-    served: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    write_files(YOUR_OWN / "agent.md", tmp_path)
-    run_episode = runpy.run_path(str(tmp_path / "agent.py"))["run_episode"]
-    rules = replace(served.gateway.manager.rules, is_strict=True)
-    monkeypatch.setattr(served.gateway.manager, "rules", rules)
-    with pytest.raises(openai.BadRequestError, match="'temperature' cannot be"):
-        run_episode(served.url)
-    wait_for(lambda: served.replica.status().in_flight_groups == 0, "the end of its group")
-
-
 def test_a_draining_replica_tells_its_agents(served: Stage):
     """The last one: it ends the replica."""
     agents, alone = [served.open(), served.open()], served.open()

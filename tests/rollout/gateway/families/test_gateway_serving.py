@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import runpy
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -15,7 +17,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.parser import ParserManager
 
 from rollout_service.gateway.parsers import Parsers
+from rollout_service.gateway.refusal import EpisodeFailed
 from rollout_service.tasks.tiny_text import build_tokenizer, make_folder
+from tests.docs.pages import YOUR_OWN, write_files
 from tests.rollout.gateway.families.formats import FORMATS, Answer
 from tests.rollout.gateway.families.scripted_vllm import (
     ScriptedAgent,
@@ -189,3 +193,18 @@ def test_a_strict_tool_is_named_and_counted_and_binds_nothing(config: VllmConfig
         assert stage.gateway.status().overridden == {"tools.strict": 1}
 
     serve(config, script, family="qwen3_coder")
+
+
+def test_the_agent_of_the_docs_gives_its_group_up_when_a_call_fails(config: VllmConfig, tmp_path: Path):
+    write_files(YOUR_OWN / "agent.md", tmp_path)
+    run_episode = runpy.run_path(str(tmp_path / "agent.py"))["run_episode"]
+
+    async def run() -> None:
+        script = [build_tokenizer()(TEXT)["input_ids"]]
+        async with open_scripted_stage(config, build_tokenizer(), Parsers(), script) as stage:
+            with pytest.raises(openai.BadRequestError, match="validation errors"):  # the prompt is no chat
+                await asyncio.to_thread(run_episode, stage.gateway.url)
+            with pytest.raises(EpisodeFailed, match=r"agent_failed.*BadRequestError"):
+                await asyncio.wait_for(stage.running, 20.0)  # a third of the session's deadline
+
+    asyncio.run(run())
