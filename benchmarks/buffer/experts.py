@@ -173,7 +173,10 @@ def _serve(folder: Path, num_groups: int) -> int:
 
 
 def make_group(grant: LeaseGrant, routes: Rows | None) -> Group:
-    """Return a group of the lease, whose answers begin at different places of `routes`."""
+    """Return a group of the lease, whose answers begin at different places of `routes`.
+
+    Equal rows are so far apart that the codec, which looks back half a megabyte, does not find them.
+    """
     rng = np.random.default_rng(grant.ticket)
     trajectories = tuple(
         Trajectory(
@@ -183,11 +186,11 @@ def make_group(grant: LeaseGrant, routes: Rows | None) -> Group:
             spans=(Span(1, 0, NUM_TOKENS),),
             reward=float(sample),
             finish_reason="stop",
-            experts=None if routes is None else np.roll(routes, 511 * (sample + 1), axis=0),
+            experts=None if routes is None else np.roll(routes, NUM_TOKENS // 2 * sample, axis=0),
         )
         for sample in range(GROUP_SIZE)
     )
-    prompt_experts = None if routes is None else routes[:NUM_PROMPT]
+    prompt_experts = None if routes is None else routes[-NUM_PROMPT:]
     prompt_ids = np.arange(NUM_PROMPT, dtype=np.int32)
     return Group(grant.ticket, grant.attempt, prompt_ids, trajectories, prompt_experts=prompt_experts)
 
