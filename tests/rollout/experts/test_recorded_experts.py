@@ -16,10 +16,14 @@ import pytest
 from asyncrl.buffer.composition import group_bounds, max_group_bytes
 from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.core.config.lengths import Lengths
+from asyncrl.core.config.reading.problems import ConfigProblems
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.experience import UNFINISHED, Group, decode_group, encode_group
 from asyncrl.core.experts import Rows, has_row, no_rows
 from asyncrl.core.staleness import PolicyVersion, Span
+from asyncrl.planner.plan.derived import derive
+from asyncrl.planner.plan.footprint.memory import EXPERTS, count_parts
+from asyncrl.planner.plan.models import check_router_replay
 from learner.batching.batch import build_batch
 from rollout_service.engine.protocol import Completion, Interrupted, Sampling
 from rollout_service.engine.scripted.engine import ScriptedEngine
@@ -329,3 +333,59 @@ def test_vllm_s_rows_of_256_experts_are_widened(num_experts: int, dtype: Any):
     if found is not None:
         assert has_row(found).tolist() == [True] * 5 + [False]
         assert found[-1:].tolist() == no_rows(1, found).tolist()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (
+            ("rollout.engine=sglang",),
+            "rollout.engine does nothing for rollout.router_replay: SGLang does not say",
+        ),
+        (("rollout.engine=[vllm, scripted]",), "the scripted engine does not say which experts it chose"),
+        (("rollout.gateway={port: 0}",), "rollout.gateway does nothing for rollout.router_replay: agents'"),
+        (("rollout.gpus=1", "rollout.prefix_caching=false"), "rollout.prefix_caching does nothing for"),
+        (("rollout.engine_args={enable_return_routed_experts: true}",), "it is rollout.router_replay"),
+    ],
+)
+def test_what_records_no_experts_is_refused(tmp_path: Path, overrides: tuple[str, ...], what: str):
+    path = write_model(tmp_path)
+    with pytest.raises(ConfigProblems) as caught:
+        read(tmp_path, "{}", path, "rollout.router_replay=r3", *overrides)
+    (problem,) = caught.value.problems
+    assert what in f"{problem.what} {problem.hint}"
+    if "engine_args" not in overrides[0]:
+        assert read(tmp_path, "{}", path, *overrides).rollout.router_replay == "off"
+
+
+@pytest.mark.parametrize(
+    ("experts", "overrides", "what"),
+    [
+        (128, (), ""),
+        (128, ("rollout.gpus=1",), ""),
+        (0, (), "needs a mixture of experts"),
+        (128, ("rollout.gpus=1", "staleness.max_lag=0"), "needs rollout.prefix_caching on GPUs"),
+        (128, ("staleness.max_lag=0",), ""),
+    ],
+)
+def test_plan_says_why_no_experts_can_be_recorded(
+    tmp_path: Path, experts: int, overrides: tuple[str, ...], what: str
+):
+    path = write_model(tmp_path, num_experts=experts)
+    (found,) = list(
+        check_router_replay(read(tmp_path, "{}", path, "rollout.router_replay=r3", *overrides))
+    ) or [""]
+    assert what in found and bool(what) == bool(found)
+    assert not list(check_router_replay(read(tmp_path, "{}", path, *overrides)))
+
+
+def test_plan_counts_the_experts_of_a_step(tmp_path: Path):
+    path = write_model(tmp_path)
+    on = read(tmp_path, "{}", path, "rollout.router_replay=r3", "learner.dp=2")
+    off = read(tmp_path, "{}", path, "learner.dp=2")
+    parts = {part.what: part for part in count_parts(on, 10**6, 1)}
+    rows = on.learner.groups_per_step * on.rollout.group_size
+    tokens = rows * (on.data.max_prompt_tokens + on.rollout.max_tokens)
+    assert parts[EXPERTS].num_bytes == (1 + 2) * 384 * tokens, "both ranks together have the batch once"
+    assert EXPERTS not in {part.what for part in count_parts(off, 10**6, 1)}
+    assert [one.value for one in derive(on) if one.name == "bytes of a token's experts"] == [384]
