@@ -1,4 +1,4 @@
-"""What is known of a model by its path alone: its folder's `config.json`, or the record of its hub name.
+"""Dimensions of a model by its path alone: of its folder's `config.json`, or of the record of its hub name.
 
 Must never load a model. Whoever needs more than is known asks the planner, which says what is missing.
 """
