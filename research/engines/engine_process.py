@@ -16,7 +16,7 @@ from typing import Any
 
 from rollout_service.engine.vllm.environment import prepare_environment
 from rollout_service.engine.vllm.plugin import QUANTIZATIONS
-from rollout_service.engine.vllm.variant import PADS
+from rollout_service.engine.vllm.plugin import PADS
 
 DEADLINE_S = 300.0
 

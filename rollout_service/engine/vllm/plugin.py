@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rollout_service.engine.vllm.objects import BlockPool, Scheduler
-from rollout_service.engine.vllm.variant import PADS
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +24,8 @@ REFUSED = "report_refused_modules"
 OTHER_WORKER = "another worker of this engine"
 """Prefix of the report of a worker that stopped because of another one."""
 WATCHER = "asyncrl-parent-watcher"
+PADS = "ASYNCRL_PADS_SINGLE_ROWS"
+"""Variable under which single rows are padded to two, on a CPU."""
 FORGETS, PADS_ROWS = "_forgets_prefixes", "_pads_single_rows"
 QUANTIZATIONS = {"int8": "asyncrl_int8", "fp8": "fp8_per_tensor"}
 """`rollout.quantization` -> vLLM's name. Weights are quantised as they are loaded."""

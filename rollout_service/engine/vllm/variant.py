@@ -13,6 +13,7 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.core.service import NODE_VARIABLE
 from asyncrl.models.tables import read_experts
 from rollout_service.engine.protocol import Engine, EngineVariant
+from rollout_service.engine.vllm.plugin import PADS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from rollout_service.engine.vllm.engine import VllmSettings
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-PADS = "ASYNCRL_PADS_SINGLE_ROWS"
-"""What becomes of it on a CPU: single rows are padded to two."""
 
 
 class VllmVariant(EngineVariant):
