@@ -246,3 +246,11 @@ def test_known_rows_stay_and_others_are_filled_from_the_end(
 
 def test_there_are_no_rows_where_none_were_told() -> None:
     assert extend(None, 3, None) is None
+
+
+@pytest.mark.parametrize("num_partial", [0, 3])
+def test_rows_that_are_no_sets_do_not_make_up_for_each_other(num_partial: int) -> None:
+    """Of one layer each: one that only begins with none, equal experts, and rows that end with none."""
+    rows = [[[255, 4, 5, 6]], [[7, 7, 7, 8]], *[[[1, 2, 3, 255]]] * num_partial]
+    assert not experts._are_sets(np.array(rows, np.uint8))
+    assert experts._are_sets(np.array([[[255] * 4], [[4, 5, 6, 7]]], np.uint8))
