@@ -192,13 +192,14 @@ def _find_lora_conflicts(config: Root) -> Iterator[Conflict]:
 
 
 def _find_replay_conflicts(config: Root) -> Iterator[Conflict]:
-    """Yield what records no experts."""
+    """Yield what records no experts, or cannot take them again."""
     rollout, key = config.rollout, "rollout.router_replay"
     lacking = [facts.title for facts in map(engine_facts, rollout.engines) if not facts.records_experts]
     is_without = bool(rollout.gpus) and rollout.prefix_caching is False
     for option, is_set, why in (
         ("rollout.engine", lacking, f"{', '.join(lacking)} does not say which experts it chose"),
         ("rollout.gateway", rollout.gateway is not None, "agents' answers come without them"),
+        ("learner.compile", config.learner.compile, "compiled layers take no recorded experts"),
         ("rollout.prefix_caching", is_without, "on GPUs vLLM keeps them with the blocks of its prefix cache"),
     ):
         if rollout.router_replay != "off" and is_set:
