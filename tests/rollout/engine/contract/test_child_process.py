@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from transformers import AutoConfig
 
 from asyncrl.cli.doctor import packages
 from asyncrl.core.errors import EngineError, WireError
@@ -21,6 +23,7 @@ from rollout_service.engine.sglang import messages, process
 from rollout_service.engine.sglang.engine import SglangEngine, SglangSettings
 from rollout_service.engine.sglang.messages import Answer, Ask, Channel, Done, Failed, Resume, Started
 from rollout_service.engine.sglang.process import ChildProcess
+from rollout_service.engine.sglang.windows import find_ignored_window
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
 
 
@@ -72,6 +75,29 @@ def test_a_window_that_sglang_would_leave_out_is_refused(
     )
     with pytest.raises(EngineError, match=said):
         asyncio.run(engine.start())
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral"])
+def test_a_window_is_that_which_transformers_read(kind: str) -> None:
+    values = {
+        "sliding_window": [128, None],
+        "use_sliding_window": [True, False],
+        "max_window_layers": [1, 2],
+        "num_hidden_layers": [2, 40],
+        "layer_types": [["full_attention"] * 2, ["full_attention", "sliding_attention"]],
+    }
+    found = set()
+    for choice in itertools.product(*([*some, ...] for some in values.values())):
+        table: dict[str, Any] = {k: v for k, v in zip(values, choice, strict=True) if v is not ...}
+        if "layer_types" in table and table.get("num_hidden_layers") != 2:
+            continue
+        config = AutoConfig.for_model(kind, **table)
+        in_layers = kind == "mistral" or "sliding_attention" in config.layer_types
+        is_used = config.sliding_window and in_layers
+        told = find_ignored_window({"model_type": kind, **table}, 5000)
+        assert bool(told) == bool(is_used) and (not told or f" {config.sliding_window} " in told), table
+        found.add(told)
+    assert len(found) == 3, "none, the model's own, the default"
 
 
 def test_a_child_that_ends_fails_all_that_is_asked_of_it(tmp_path: Path) -> None:
