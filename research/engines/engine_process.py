@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_service.engine.vllm.environment import prepare_environment
-from rollout_service.engine.vllm.plugin import QUANTIZATIONS
-from rollout_service.engine.vllm.plugin import PADS
+from rollout_service.engine.vllm.plugin import PADS, QUANTIZATIONS
 
 DEADLINE_S = 300.0
 
