@@ -42,11 +42,11 @@ def compile_list(name: str, options: list[str], environment: dict[str, str]) -> 
     """Renew `requirements/<name>.txt`; versions that still fit stay unless `--upgrade` is given."""
     target = ROOT / "requirements" / f"{name}.txt"
     overrides = ROOT / "requirements" / f"overrides-{name}.txt"
-    given = ["pyproject.toml", "--extra", "train", "--extra", name, "--extra", "dev"]
+    given = ["pyproject.toml", "--extra", "train", "--extra", name, "--extra", "peft", "--extra", "dev"]
     if overrides.exists():
         given += ["--override", str(overrides)]
     run_compile([*given, "--output-file", str(target), *options], environment)
-    target.write_text(HEADER.format(extras=f"extras train, {name}, dev") + target.read_text())
+    target.write_text(HEADER.format(extras=f"extras train, {name}, peft, dev") + target.read_text())
 
 
 def compile_group(name: str, options: list[str], environment: dict[str, str]) -> None:
