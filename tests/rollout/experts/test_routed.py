@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from transformers import PreTrainedModel
 from asyncrl.core.experts import ITEM_BYTES, has_row, no_expert
 from asyncrl.core.staleness import PolicyVersion, Span
 from rollout_service.engine.protocol import Completion, Interrupted, Sampling
-from rollout_service.engine.vllm.core.routed import RouteBook
 from rollout_service.engine.vllm.engine import VllmEngine, _sampling_params, read_output
 from rollout_service.engine.vllm.objects import TokenPrompt
 from tests.rollout.engine.engine_parts import LoopThread, stage
@@ -239,8 +239,9 @@ def _rows(*numbers: int) -> Any:
     return np.array(numbers, ITEM_BYTES[1])[:, None, None]
 
 
-def test_the_book_hands_each_row_out_once_and_keeps_the_first():
-    book = RouteBook()
+def test_the_book_hands_each_row_out_once_and_keeps_the_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)  # that module takes it away
+    book = importlib.import_module("rollout_service.engine.vllm.core.routed").RouteBook()
     book.take_in("one", 2, _rows(5))  # two tokens were in the prefix cache
     book.take_in("one", 3, _rows(6, 7))  # a chunk without an output
     assert book.take_output(_Request(), None).ravel().tolist() == [255, 255, 5, 6, 7]
