@@ -164,6 +164,8 @@ def check_cluster(address: str) -> Iterator[Finding]:
     """Yield whether the Ray cluster at `address`, HOST:PORT, can be joined and its nodes are alike."""
     what, (host, _, port) = f"cluster {address}", address.rpartition(":")
     try:
+        if int(port) >= 1 << 16:  # of which the lower half would be called
+            raise ValueError(f"{port} is no port")
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         own = address_towards(host)
     except (OSError, ValueError, OverflowError) as error:
