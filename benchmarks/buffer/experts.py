@@ -158,7 +158,7 @@ def _serve(folder: Path, num_groups: int) -> int:
         groups_per_step=num_groups,
         max_lag=0,
         ready_batches=1,
-        memory_bytes=6 << 30,
+        memory_bytes=4 * num_groups * count_bytes(),
         max_group_bytes=2 * count_bytes(),
         lease_s=3600.0,
         max_attempts=3,
