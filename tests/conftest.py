@@ -45,11 +45,9 @@ settings.register_profile(
 )
 settings.load_profile("unhurried")
 
-MANY_THREADS = 150
+MANY_THREADS = 250
 """Of one process. Gloo's of a closed learner poll a hundred times a second until its groups, which hang in
 circles, are collected."""
-_KEPT = [0]
-"""Threads that were left after each collection."""
 _EXIT_STATUS = pytest.StashKey[int]()
 _SESSION = pytest.StashKey[leftovers.Session]()
 _LEFT = pytest.StashKey[tuple[list[str], list[str]]]()
@@ -121,13 +119,8 @@ def _place(item: pytest.Item) -> tuple[int, int]:
 
 
 def pytest_runtest_logfinish() -> None:
-    if _count_threads() > MANY_THREADS + _KEPT[-1]:
+    if len(os.listdir("/proc/self/task")) > MANY_THREADS:
         gc.collect()
-        _KEPT.append(_count_threads())
-
-
-def _count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 @pytest.hookimpl(trylast=True)  # the workers are gone

@@ -112,7 +112,10 @@ class RoutedLayer(TransformerLayer):  # type: ignore[misc]  # Megatron has no ty
         router = getattr(self.mlp, "router", None)
         if isinstance(router, ReplayingRouter):
             router.routed = packed_seq_params.routing
-        return super().forward(*args, packed_seq_params=packed_seq_params, **options)
+        output: object = super().forward(*args, packed_seq_params=packed_seq_params, **options)
+        if router is not None:  # it kept the graph of the pass, and so the model and its groups, for good
+            self.mlp.token_dispatcher.probs = None
+        return output
 
 
 def take_balance(

@@ -1,6 +1,8 @@
 """Router replay: routers take recorded experts on all layouts of ranks, and count where they differ."""
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -123,6 +125,16 @@ def test_a_set_in_another_order_is_no_flip_and_keeps_the_router_s_order():
     assert recorded.choose(torch.tensor([[1, 3], [1, 3], [1, 3]])).tolist() == [[1, 3], [2, 3], [1, 3]]
     assert recorded.is_flipped_N.tolist() == [False, True, False]
     assert recorded.is_there_N.tolist() == [True, True, False]
+
+
+def test_a_closed_learner_s_experts_are_let_go_of(model):
+    backend = open_backend(model)
+    backend.update(make_batch(), loss)
+    (chunk,) = map(weakref.ref, backend._chunks)
+    backend.close()
+    del backend
+    gc.collect()
+    assert chunk() is None
 
 
 @pytest.mark.parametrize(
