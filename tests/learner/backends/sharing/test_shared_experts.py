@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,10 @@ from learner.batching.batch import PackedBatch
 from learner.batching.shared_prompts import find_units, measure_work, share_prompts
 from tests.learner.backends.sharing.test_shared_prompt import (
     OPENERS,
-    UNCLIPPED,
     assert_gradients_alike,
-    embedding_of,
-    loss,
+    compute,
     make_batch,
 )
-from tests.learner.parts.contract import gradients_of
 from tests.learner.parts.samples import MIXTURES, save_model
 
 RATES = ("actor/router_flip_rate", "actor/router_unrecorded")
@@ -51,18 +47,6 @@ def reroute(batch: PackedBatch) -> PackedBatch:
 @pytest.fixture(scope="module", params=MIXTURES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp(request.param), request.param)
-
-
-def compute(opener: Callable[..., Any], model: Path, batch: PackedBatch, **changes: Any) -> tuple[Any, ...]:
-    backend = opener(model, **UNCLIPPED, **changes)
-    sizes: list[int] = []
-    hook = embedding_of(backend).register_forward_pre_hook(lambda _, given: sizes.append(given[0].numel()))
-    columns = backend.logprobs_and_squares(batch)
-    hook.remove()
-    metrics = backend.update(batch, loss)
-    gradients = gradients_of(backend)
-    backend.close()
-    return columns, gradients, metrics, sum(sizes)
 
 
 @pytest.mark.parametrize("backend", OPENERS)

@@ -49,9 +49,9 @@ def loss(logprobs_N: torch.Tensor, entropy_N: torch.Tensor, part: PackedBatch) -
     return ((logprobs_N + 0.1 * entropy_N) * weigh(part)).sum(), {"rows": torch.tensor(float(part.num_rows))}
 
 
-def compute(opener: Callable[..., Any], model: Path, **changes: Any) -> tuple[Any, ...]:
-    """Return log-probs, entropies and squares, gradients, and how many tokens the first pass embedded."""
-    backend, batch = opener(model, temperature=0.7, **UNCLIPPED, **changes), make_batch()
+def compute(opener: Callable[..., Any], model: Path, batch: PackedBatch, **changes: Any) -> tuple[Any, ...]:
+    """Return log-probs, entropies and squares, gradients, metrics, and the tokens of the first pass."""
+    backend = opener(model, **UNCLIPPED, **changes)
     sizes: list[int] = []
     hook = embedding_of(backend).register_forward_pre_hook(lambda _, given: sizes.append(given[0].numel()))
     columns = backend.logprobs_and_squares(batch)
@@ -60,7 +60,7 @@ def compute(opener: Callable[..., Any], model: Path, **changes: Any) -> tuple[An
     gradients = gradients_of(backend)
     backend.close()
     assert metrics["rows"] == batch.num_rows
-    return columns, gradients, sum(sizes)
+    return columns, gradients, metrics, sum(sizes)
 
 
 def embedding_of(backend: Any) -> torch.nn.Module:
@@ -79,8 +79,8 @@ def assert_gradients_alike(ours: Mapping[str, torch.Tensor], wanted: Mapping[str
 
 @pytest.fixture(scope="module", params=OPENERS)
 def packed(request: pytest.FixtureRequest, model: Path) -> tuple[str, tuple[Any, ...]]:
-    found = compute(OPENERS[request.param], model, shared_prompt="off")
-    assert found[2] == make_batch().num_tokens
+    found = compute(OPENERS[request.param], model, make_batch(), temperature=0.7, shared_prompt="off")
+    assert found[-1] == make_batch().num_tokens
     return request.param, found
 
 
@@ -90,8 +90,9 @@ def packed(request: pytest.FixtureRequest, model: Path) -> tuple[str, tuple[Any,
 def test_outputs_and_gradients_are_those_of_packed_rows(
     packed: tuple[str, tuple[Any, ...]], model: Path, changes: dict[str, Any]
 ) -> None:
-    backend, (wanted, gradients, num_tokens) = packed
-    columns, found, num_computed = compute(OPENERS[backend], model, **changes)
+    backend, (wanted, gradients, _, num_tokens) = packed
+    batch = make_batch()
+    columns, found, _, num_computed = compute(OPENERS[backend], model, batch, temperature=0.7, **changes)
     if changes:  # the prompt of a group that is cut is computed again
         assert num_computed < 0.8 * num_tokens
     else:
