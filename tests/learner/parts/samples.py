@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.experts import Rows, no_expert
 from asyncrl.core.staleness import Span
 
 MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
@@ -149,3 +151,20 @@ def make_forked_group(ticket: int, seed: int = 0, vocab_size: int = 131) -> Grou
         for number, row in enumerate(rows)
     )
     return Group(ticket, 0, prompt_ids, trajectories, forked=(0, 0, 0, 1))
+
+
+def route_groups(groups: Sequence[Group]) -> list[Group]:
+    """Return groups that were sampled by two layers of experts, the second of which has none."""
+    row = np.array([[0, 1], [no_expert(1)] * 2], np.uint8)
+
+    def routed(num_tokens: int) -> Rows:
+        return np.broadcast_to(row, (num_tokens, *row.shape))
+
+    return [
+        replace(
+            group,
+            prompt_experts=routed(len(group.prompt_ids)),
+            trajectories=tuple(replace(one, experts=routed(one.num_tokens)) for one in group.trajectories),
+        )
+        for group in groups
+    ]

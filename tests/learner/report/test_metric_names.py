@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,8 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncrl.control.rows.metering import Meter, evaluation_row
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.config.tree import KlSection
-from asyncrl.core.experience import Group
-from asyncrl.core.experts import Rows, no_expert
 from asyncrl.core.metrics import METRICS, find, unknown_names
 from asyncrl.core.metrics.run_names import FIRST_AFTER_START
 from asyncrl.core.metrics.tallies import conclude
@@ -28,7 +25,7 @@ from learner.report import Stopwatch, make_efficiency
 from rollout_service.evaluation.statistics import Judged, JudgedPrompt, tally_prompts
 from tests.buffer.ledger.parts.ledger_runs import Run
 from tests.learner.guard.guarded_run import Faults, running
-from tests.learner.parts.samples import make_groups, save_model
+from tests.learner.parts.samples import make_groups, route_groups, save_model
 from tests.learner.parts.training import open_backend, open_objective, take_step, take_streamed_step
 from tests.statuses import statuses_of
 from tests.weight_sync.cluster import Cluster, running_cluster
@@ -74,28 +71,9 @@ def step_rows(model: Path) -> dict[str, dict[str, float]]:
             rows[name] = row | stages | efficiency.describe(row, stages, num_tokens)
         experts = open_backend(save_model(model.parent / "experts", "qwen3_moe"))
         routed = stack.enter_context(contextlib.closing(experts))
-        rows["experts"] = take_step(Models(routed), open_objective(), record_experts(GROUPS), Stopwatch())
+        rows["experts"] = take_step(Models(routed), open_objective(), route_groups(GROUPS), Stopwatch())
         rows["streamed"] = take_streamed_step(Models(policy), open_objective(), GROUPS)
     return rows
-
-
-def record_experts(groups: Sequence[Group]) -> list[Group]:
-    """Return groups that were sampled by two layers of experts, the second of which has none."""
-    row = np.array([[0, 1], [no_expert(1)] * 2], np.uint8)
-
-    def routed(num_tokens: int) -> Rows:
-        return np.broadcast_to(row, (num_tokens, *row.shape))
-
-    return [
-        dataclasses.replace(
-            group,
-            prompt_experts=routed(len(group.prompt_ids)),
-            trajectories=tuple(
-                dataclasses.replace(one, experts=routed(one.num_tokens)) for one in group.trajectories
-            ),
-        )
-        for group in groups
-    ]
 
 
 @pytest.fixture(scope="module")

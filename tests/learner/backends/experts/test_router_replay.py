@@ -18,8 +18,8 @@ from learner.report import Stopwatch
 from learner.step import ask_models
 from tests.learner.backends.experts.test_expert_parallel import OF_FOUR, OF_TWO, SMALL, check
 from tests.learner.parts.launching import run_alone, run_ranks
-from tests.learner.parts.samples import make_groups, save_model
-from tests.learner.parts.training import open_backend, open_objective, record_experts
+from tests.learner.parts.samples import make_groups, route_groups, save_model
+from tests.learner.parts.training import open_backend, open_objective, record_experts, take_step
 
 RECORDS = {"num_layers": 4, "num_active": 2, "num_experts": 8}
 SHORT = {"ep_recompute": {"dp": 2, "ep": 2, "recompute": "full", **SMALL}}
@@ -189,6 +189,23 @@ def test_a_reference_and_a_critic_choose_for_themselves(tmp_path):
     assert not asked.values_N.equal(critic.values(batch))
     for one in (critic, reference, policy):
         one.close()
+
+
+def test_a_step_updates_the_policy_with_recorded_experts_and_the_critic_without(tmp_path, monkeypatch):
+    model = save_model(tmp_path / "model", "qwen3_moe")
+    policy, critic, given = open_backend(model), open_backend(model, None, MegatronValueBackend), []
+    for one in (policy, critic):
+        update = one.update
+        monkeypatch.setattr(
+            one,
+            "update",
+            lambda batch, loss, one=one, update=update: given.append((one, batch)) or update(batch, loss),
+        )
+    take_step(Models(policy, critic), open_objective(advantage="gae"), route_groups(make_groups()))
+    assert {one for one, batch in given if batch.experts_N is not None} == {policy}
+    assert {one for one, batch in given if batch.experts_N is None} == {critic}
+    critic.close()
+    policy.close()
 
 
 @pytest.fixture(scope="module")
