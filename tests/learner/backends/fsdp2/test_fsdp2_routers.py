@@ -6,10 +6,11 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from asyncrl.core.errors import ConfigError, DataError
 from learner.batching.routing import Recorded
-from learner.fsdp2.model.routers import route_by
+from learner.fsdp2.model.routers import attach_routers, route_by
 from tests.learner.backends.experts.test_router_replay import RATES, RECORDS, loss, make_batch
 from tests.learner.parts.launching import run_ranks
 from tests.learner.parts.samples import MIXTURES, save_model
@@ -123,6 +124,21 @@ def test_recorded_experts_are_refused_by_name_where_they_cannot_be_taken(mixture
         with pytest.raises(DataError, match="experts were recorded, and the model has none"):
             backend.logprobs(record(make_batch(), kind))
         backend.close()
+
+
+def test_routers_that_cannot_be_told_of_the_rows_are_refused_by_name(kind, tmp_path, monkeypatch):
+    folder = save_model(tmp_path / "model", kind, num_layers=4)
+
+    def attach(layers_of, is_packed=True):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        return attach_routers(model, layers_of(model), is_packed=is_packed, is_compiled=False).problem
+
+    assert attach(lambda model: model.model.layers) == ""
+    assert "runs padded rows" in attach(lambda model: model.model.layers, is_packed=False)
+    assert "a layer with several routers" in attach(lambda model: [model])
+    built = type(AutoModelForCausalLM.from_pretrained(folder))
+    monkeypatch.setattr(built, "_can_record_outputs", {}, raising=False)
+    assert "does not say which module" in attach(lambda model: model.model.layers)
 
 
 def test_a_router_that_ranks_its_experts_in_two_steps_is_refused():
