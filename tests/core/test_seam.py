@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.core.rpc import Client, Request, Server, memory
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.runtimes import CountingRuntime
+from tests.setup.suite.core_alone import needs_all
 
 LONG_S = 30.0
 
@@ -150,8 +152,19 @@ def test_a_call_that_nobody_answers_costs_one_wake_and_not_one_per_millisecond()
     assert counted.total() <= 3
 
 
-def test_the_event_loop_of_a_replica_is_that_of_vllm_s_server() -> None:
+@pytest.mark.parametrize(
+    ("is_there", "module"),
+    [
+        pytest.param(True, "uvloop", marks=needs_all, id="vllm_s_server"),
+        pytest.param(False, "asyncio.unix_events", id="python_without_vllm"),
+    ],
+)
+def test_the_event_loop_of_a_replica_is_that_of(
+    is_there: bool, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> str:
         return type(asyncio.get_running_loop()).__module__
 
-    assert ThreadRuntime().run_async(main()) == "uvloop"
+    if not is_there:
+        monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert ThreadRuntime().run_async(main()) == module
