@@ -27,7 +27,7 @@ from rollout_service.engine.protocol import Engine, EngineDied
 from rollout_service.engine.sglang.engine import SglangEngine
 from rollout_service.engine.vllm.engine import VllmEngine
 from rollout_service.engine.vllm.features import ENGINE, Feature, check_features
-from rollout_service.engine.vllm.objects import ServingClient
+from rollout_service.engine.vllm.objects import CompletionOutput, ServingClient
 from rollout_service.gateway.keys import GatewayKey, read_key
 from rollout_service.gateway.parsers import Parsers
 from rollout_service.gateway.rules import Rules
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
 
+    from asyncrl.core.experts import Rows
     from rollout_service.data.prompts import PromptSet
     from rollout_service.gateway.recorder import Meter
 
@@ -107,6 +108,8 @@ class Llm(Protocol):
     def client(self) -> ServingClient: ...
 
     def cache_salt(self) -> str | None: ...
+
+    def experts_of(self, completion: CompletionOutput) -> Rows | None: ...
 
     def death(self) -> EngineDied: ...
 
@@ -205,7 +208,7 @@ class Gateway:
         from rollout_service.gateway.serving.recorded import build_serving
 
         parsers = self._settings.parsers
-        recorder = Recorder(self._engine.client, self.manager, self._meter, self._engine.cache_salt)
+        recorder = Recorder(self._engine, self.manager, self._meter)
         routes = Routes(
             self.manager,
             Serving(self.manager, parsers.tools is not None),

@@ -8,11 +8,11 @@ Invariant: what a session records is what the engine was given and what it sampl
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
 from asyncrl.core.staleness import Span
 from rollout_service.engine.protocol import EngineDied
@@ -20,7 +20,6 @@ from rollout_service.engine.vllm.objects import (
     AskedSampling,
     CompletionOutput,
     RequestOutput,
-    ServingClient,
     TokenPrompt,
 )
 from rollout_service.gateway.conversation.session import Call
@@ -28,6 +27,9 @@ from rollout_service.gateway.conversation.transcript import Turn
 from rollout_service.gateway.refusal import Refusal
 from rollout_service.gateway.rules import sampling_params
 from rollout_service.gateway.sessions import SessionManager
+
+if TYPE_CHECKING:
+    from rollout_service.gateway.gateway import Llm
 
 
 class RenderedPrompt(TypedDict):
@@ -66,17 +68,14 @@ class Recorder:
     """The part of vLLM's `EngineClient` that serving calls; `generate` records.
 
     Args:
-        llm: The `AsyncLLM`.
-        salt: Returns what keeps prefixes of other versions apart, None where none are cached.
+        engine: Started; its client is the `AsyncLLM`.
     """
 
-    def __init__(
-        self, llm: ServingClient, manager: SessionManager, meter: Meter, salt: Callable[[], str | None]
-    ) -> None:
-        self._llm = llm
+    def __init__(self, engine: Llm, manager: SessionManager, meter: Meter) -> None:
+        self._engine = engine
+        self._llm = llm = engine.client
         self._manager = manager
         self._meter = meter
-        self._salt = salt
         self._serial = 0
         self.counters = manager.counters
         self.model_config = llm.model_config
@@ -122,7 +121,7 @@ class Recorder:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         prompt = TokenPrompt(type="token", prompt_token_ids=list(prompt_ids))
-        if (salt := self._salt()) is not None:
+        if (salt := self._engine.cache_salt()) is not None:
             prompt["cache_salt"] = salt
         answer = _Answer()
         try:
@@ -157,4 +156,5 @@ class Recorder:
         spans = tuple(Span(int(span.version), span.start, span.end) for span in last.weight_versions)
         answers = (tuple(answer.token_ids), tuple(answer.logprobs))
         stop = last.stop_reason if isinstance(last.stop_reason, str) else ""
-        call.record(Turn(prompt_ids, *answers, spans, last.finish_reason, answer.text, stop))
+        experts = self._engine.experts_of(last)
+        call.record(Turn(prompt_ids, *answers, spans, last.finish_reason, answer.text, stop, experts))

@@ -30,6 +30,7 @@ from rollout_service.gateway.conversation.transcript import common_prompt
 from rollout_service.gateway.keys import lookup_of, make_session_key
 from rollout_service.gateway.refusal import EpisodeFailed, NobodyCame, Refusal
 from rollout_service.gateway.rules import Rules
+from rollout_service.sampling.groups import gather_prompt_experts
 
 if TYPE_CHECKING:
     from rollout_service.data.prompts import PromptSet, TokenizedPrompt
@@ -105,11 +106,13 @@ class OpenGroup:
         if not num_common:
             raise EpisodeFailed("prompts_differ: the first prompts of the siblings begin differently")
         episodes = [session.trajectories(num_common) for session in self.sessions]
-        trajectories = tuple(_masked(one, rules.masks_cut) for episode in episodes for one in episode)
+        told = [_masked(one, rules.masks_cut) for episode in episodes for one in episode]
+        prompt_experts, trajectories = gather_prompt_experts(told, num_common)
         samples = tuple(sample for sample, episode in enumerate(episodes) for _ in episode)
         prompt_ids = np.asarray(first_prompts[0][:num_common], dtype=np.int32)
         forked = samples if len(samples) > self.size else ()
-        return Group(self.grant.ticket, self.grant.attempt, prompt_ids, trajectories, forked=forked)
+        identity = self.grant.ticket, self.grant.attempt, prompt_ids
+        return Group(*identity, tuple(trajectories), forked=forked, prompt_experts=prompt_experts)
 
 
 def _masked(trajectory: Trajectory, masks_cut: bool) -> Trajectory:

@@ -23,7 +23,7 @@ from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.core.config.lengths import Lengths
 from asyncrl.core.errors import AsyncrlError, EngineError
 from asyncrl.core.experience import CUT_REASONS, UNFINISHED, Group, Trajectory, check_reward
-from asyncrl.core.experts import extend
+from asyncrl.core.experts import Rows, extend
 from asyncrl.core.runtime.faults import fault_point
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.engine.protocol import Interrupted, Sampling
@@ -58,6 +58,19 @@ class GroupSettings:
     def num_samples(self) -> int:
         """Requests that a group makes of the engine."""
         return self.group_size + self.has_greedy
+
+
+def gather_prompt_experts(
+    trajectories: Sequence[Trajectory], num_tokens: int, known: Rows | None = None
+) -> tuple[Rows | None, list[Trajectory]]:
+    """Return the experts of a prompt, each from whichever trajectory has it, and these without them.
+
+    Args:
+        num_tokens: Of the prompt. known: Experts of its first tokens.
+    """
+    for one in trajectories:
+        known = extend(known, num_tokens, one.prompt_experts)
+    return known, [dataclasses.replace(one, prompt_experts=None) for one in trajectories]
 
 
 class GroupRunner:
@@ -110,7 +123,9 @@ class GroupRunner:
             del self._num_ended[grant.key]
         if failures:
             raise failures[0]
-        trajectories = [task.result() for task in tasks]
+        known = partial.prompt_experts if isinstance(partial, Group) else None
+        told = [task.result() for task in tasks]
+        prompt_experts, trajectories = gather_prompt_experts(told, len(prompt.token_ids), known)
         check_reward(0.0, {}, {name for one in trajectories for name in one.reward_parts})
         is_recorded = isinstance(partial, TurnJournal) and any(
             one.finish_reason == UNFINISHED for one in trajectories
@@ -118,15 +133,11 @@ class GroupRunner:
         if is_recorded or not any(trajectory.num_tokens for trajectory in trajectories):
             raise Interrupted(f"ticket {grant.ticket} was not begun", completion=partial_rollout.NOTHING)
         baseline_reward = partial.baseline_reward if isinstance(partial, Group) else None
-        prompt_experts = partial.prompt_experts if isinstance(partial, Group) else None
-        for one in trajectories:
-            prompt_experts = extend(prompt_experts, len(prompt.token_ids), one.prompt_experts)
         if len(trajectories) > self._settings.group_size:
             greedy = trajectories.pop()
             baseline_reward = None if greedy.finish_reason == UNFINISHED else greedy.reward
-        whole = tuple(dataclasses.replace(one, prompt_experts=None) for one in trajectories)
         identity = grant.ticket, grant.attempt, prompt.token_ids
-        return Group(*identity, whole, baseline_reward, prompt_experts=prompt_experts)
+        return Group(*identity, tuple(trajectories), baseline_reward, prompt_experts=prompt_experts)
 
     def is_complete(self, group: Group) -> bool:
         """Tell whether nothing of a group is left to do."""

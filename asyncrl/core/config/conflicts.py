@@ -198,7 +198,6 @@ def _find_replay_conflicts(config: Root) -> Iterator[Conflict]:
     is_without = bool(rollout.gpus) and rollout.prefix_caching is False
     for option, is_set, why in (
         ("rollout.engine", lacking, f"{', '.join(lacking)} does not say which experts it chose"),
-        ("rollout.gateway", rollout.gateway is not None, "agents' answers come without them"),
         ("learner.compile", config.learner.compile, "compiled layers take no recorded experts"),
         ("rollout.prefix_caching", is_without, "on GPUs vLLM keeps them with the blocks of its prefix cache"),
     ):

@@ -34,7 +34,7 @@ from rollout_service.engine.sglang.messages import (
 )
 from rollout_service.engine.sglang.process import ChildProcess, interpreter
 from rollout_service.engine.sglang.windows import find_ignored_window
-from rollout_service.engine.vllm.objects import ServingClient
+from rollout_service.engine.vllm.objects import CompletionOutput, ServingClient
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,6 +93,9 @@ class SglangEngine(InFlightEngine[int]):
     def cache_salt(self) -> str | None:
         """Return nothing: no prefix of another version is found, as none are cached."""
         return None
+
+    def experts_of(self, _completion: CompletionOutput) -> None:
+        """Return nothing: SGLang does not say which experts it chose."""
 
     def death(self) -> EngineDied:
         """Return the error of an engine whose process is gone."""

@@ -54,7 +54,7 @@ from rollout_service.engine.vllm.plugin import (
 )
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
 
     from weight_sync.memory.staging import Staged
 
@@ -145,6 +145,10 @@ class VllmEngine(InFlightEngine[str]):
     def cache_salt(self) -> str | None:
         """Return what a prompt is salted with, so that it finds no prefix of an older version."""
         return str(self._serving.number) if self._settings.caches_prefixes else None
+
+    def experts_of(self, completion: CompletionOutput) -> Rows | None:
+        """Return the experts of a whole answer's prompt and tokens; None if none are recorded."""
+        return _read_experts(completion.routed_experts, self._settings.num_experts)
 
     async def start(self) -> None:
         """Start vLLM, label its weights as version 0, and warm it up.

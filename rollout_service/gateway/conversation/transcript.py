@@ -4,7 +4,7 @@ Owns the ids. What the model produced is kept as it was sampled and never made f
 Invariant: each turn's prompt begins with all ids of the turn before, prompt and answer; the tokens
 between are observations, with loss mask 0 and log-prob 0, under the version of the token before them.
 
-Shapes: T response tokens.
+Shapes: P prompt and T response tokens, L layers, K experts chosen by each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from asyncrl.core.experience import Trajectory
+from asyncrl.core.experts import Rows, extend, split
 from asyncrl.core.staleness import Span
 
 
@@ -30,6 +31,7 @@ class Turn:
         finish_reason: `stop` or `length`.
         text: The answer, before it is parsed.
         stop: The stop string that ended it, which is among its ids and not in its text.
+        experts: Of all ids [P + T, L, K], as far as this call's passes read them; None if none are recorded.
     """
 
     prompt_ids: tuple[int, ...]
@@ -39,6 +41,7 @@ class Turn:
     finish_reason: str
     text: str
     stop: str = ""
+    experts: Rows | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Transcript:
 
     def __init__(self) -> None:
         self._ids: list[int] = []
+        self._experts: Rows | None = None
         self.answers: list[Answer] = []
         self.num_shared = 0
 
@@ -89,6 +93,7 @@ class Transcript:
         copied = Transcript()
         copied.answers = self.answers[:num_answers]
         copied._ids = self._ids[: copied.answers[-1].end]
+        copied._experts, _ = split(self._experts, len(self._ids) - len(copied._ids))
         copied.num_shared = num_answers
         return copied
 
@@ -113,12 +118,15 @@ class Transcript:
         assert len(turn.answer_ids) == len(turn.logprobs)
         self._ids += turn.prompt_ids[num_before:] + turn.answer_ids
         start, end = len(turn.prompt_ids), len(self._ids)
+        self._experts = extend(self._experts, end, turn.experts)
         self.answers.append(Answer(start, end, turn.logprobs, turn.spans, turn.finish_reason, turn.stop))
 
     def replace_last(self, turn: Turn) -> None:
         """Record another answer to the last prompt: the client asked again."""
         assert turn.prompt_ids == self.last_prompt
-        del self._ids[self.answers.pop().start :]
+        num_dropped = len(self._ids) - self.answers.pop().start
+        del self._ids[-num_dropped:]
+        self._experts, _ = split(self._experts, num_dropped)
         self.add(turn)
 
     def trajectory(
@@ -139,6 +147,7 @@ class Transcript:
             place = slice(answer.start - num_prompt_tokens, answer.end - num_prompt_tokens)
             mask[place] = number >= self.num_shared
             logprobs[place] = answer.logprobs
+        prompt_experts, experts = split(self._experts, len(ids))
         return Trajectory(
             response_ids=np.asarray(ids, dtype=np.int32),
             loss_mask=mask,
@@ -149,6 +158,8 @@ class Transcript:
             reward_parts=dict(parts or {}),
             num_turns=len(self.answers) - self.num_shared,
             reason=reason,
+            experts=experts,
+            prompt_experts=prompt_experts,
         )
 
     def _spans(self, num_prompt_tokens: int) -> Iterable[Span]:

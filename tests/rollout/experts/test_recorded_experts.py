@@ -343,7 +343,6 @@ def test_vllm_s_rows_of_256_experts_are_widened(num_experts: int, dtype: Any):
             "rollout.engine does nothing for rollout.router_replay: SGLang does not say",
         ),
         (("rollout.engine=[vllm, scripted]",), "the scripted engine does not say which experts it chose"),
-        (("rollout.gateway={port: 0}",), "rollout.gateway does nothing for rollout.router_replay: agents'"),
         (("rollout.gpus=1", "rollout.prefix_caching=false"), "rollout.prefix_caching does nothing for"),
         (("learner.backend=fsdp2", "learner.compile=true"), "learner.compile does nothing for"),
         (("rollout.engine_args={enable_return_routed_experts: true}",), "it is rollout.router_replay"),

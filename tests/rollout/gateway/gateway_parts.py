@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from asyncrl.buffer import composition
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
@@ -60,9 +60,9 @@ TEMPLATE = (
 """That of the model, which shows the first tool's name as well."""
 
 
-def make_text_model(folder: Path, seed: int, ends: bool = True) -> Qwen3ForCausalLM:
+def make_text_model(folder: Path, seed: int, ends: bool = True) -> Any:
     """Return the byte model with telling distributions; it `ends` answers after some 20 tokens, or never."""
-    model = Qwen3ForCausalLM.from_pretrained(folder).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -88,14 +88,18 @@ def make_text_folder(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Served:
-    """Model of a stage: its folder, its weights for a seed, its limits, its gateway, its engine."""
+    """Model of a stage: its folder, its weights for a seed, its limits, its gateway, its engine.
+
+    With `num_experts` it says which ones it chose, and finds prefixes in its cache.
+    """
 
     make_folder: Callable[[Path], Path] = make_text_folder
-    make_model: Callable[[Path, int, bool], Qwen3ForCausalLM] = make_text_model
+    make_model: Callable[[Path, int, bool], Any] = make_text_model
     max_prompt_tokens: int = MAX_PROMPT_TOKENS
     max_tokens: int = MAX_TOKENS
     gateway: Mapping[str, object] = field(default_factory=dict)
     engine: str = "vllm"
+    num_experts: int = 0
 
     @property
     def length(self) -> int:
@@ -103,7 +107,8 @@ class Served:
 
     def make_engine(self, folder: Path) -> VllmEngine | SglangEngine:
         if self.engine == "vllm":
-            return VllmEngine(VllmSettings(str(folder), "float32", self.length, 16, 64 << 20))
+            more: dict[str, Any] = {"num_experts": self.num_experts, "caches_prefixes": self.num_experts > 0}
+            return VllmEngine(VllmSettings(str(folder), "float32", self.length, 16, 64 << 20, **more))
         settings = SglangSettings(str(folder), "float32", self.length, 16, 64 << 20, serves_agents=True)
         return SglangEngine(settings, build_tokenizer())
 
@@ -118,7 +123,7 @@ class Stage:
     receiver: HandFedReceiver
     gateway: Gateway
     learner: LearnerClient
-    models: dict[int, Qwen3ForCausalLM]
+    models: dict[int, Any]
     step: int = 0
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -214,6 +219,7 @@ def open_gateway_stage(
             "rollout": {
                 "group_size": GROUP_SIZE,
                 "max_tokens": served.max_tokens,
+                "router_replay": "r3" if served.num_experts else "off",
                 "gateway": {"port": 0, "session_deadline_s": deadline_s, **served.gateway},
             },
             "learner": {"groups_per_step": 1, "minibatches": 1},
