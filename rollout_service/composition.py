@@ -113,12 +113,14 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
 
 def _replica_settings(config: Config, episodes: Episodes | None = None) -> ReplicaSettings:
     rollout = config.rollout
+    has_agents = rollout.gateway is not None
     return ReplicaSettings(
         max_groups=count_max_groups(rollout.max_sequences, _group_settings(config).num_samples),
         lease_s=config.buffer.lease_s,
         start_deadline_s=config.launcher.start_deadline_s,
         resumes_partial=rollout.resume_partial,
-        records_turns=rollout.resume_partial and episodes is not None and episodes.is_restorable,
+        records_turns=rollout.resume_partial
+        and (has_agents or (episodes is not None and episodes.is_restorable)),
     )
 
 

@@ -61,6 +61,7 @@ def ledger_settings(config: Config) -> LedgerSettings:
         is_ascending=config.data.curriculum is not None,
         evaluation_parts=config.eval.replicas,
         shares_prefixes=choose_prefix_caching(config)[0],
+        keeps_sessions=config.rollout.gateway is not None and config.rollout.resume_partial,
     )
 
 

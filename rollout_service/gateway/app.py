@@ -18,12 +18,12 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from asyncrl.core.states import FAILURES, Reason
@@ -54,6 +54,7 @@ CALLS: Mapping[str, Kind] = {
 """Paths of the calls that a model answers."""
 
 Body = dict[str, object]
+Chunk = TypeVar("Chunk")
 
 
 class Held(Response):
@@ -108,12 +109,17 @@ class Routes:
 
     async def call(self, kind: Kind, request: Request) -> Response:
         """Answer a call of a session's model."""
+        await self.manager.await_return(_key(request))
         self._session(request)
         body = await read_body(request)
         call = self._session(request).begin()
         is_answered = False
         try:
             response = await self.serving.answer(kind, body, call, request) or Response(status_code=499)
+            if isinstance(response, StreamingResponse):
+                response.body_iterator = _kept(response.body_iterator, call)
+            else:
+                await call.keep()
             is_answered = True
         finally:
             if not is_answered:
@@ -121,6 +127,7 @@ class Routes:
         return Held(response, call)
 
     async def reward(self, request: Request) -> Response:
+        await self.manager.await_return(_key(request))
         self._session(request)
         body = await read_body(request)
         session = self._session(request)  # its group may have ended meanwhile
@@ -135,6 +142,7 @@ class Routes:
             raise Refusal("'reward' is missing", hint="Send a number, or 'error' with what went wrong")
         number = _number(body["reward"], "reward")
         session.close(number, _parts(body.get("parts") or {}), as_reason(why) if number <= 0 else "")
+        await session.keep_reward()
         return JSONResponse({"closed": True})
 
     async def _open_for(self, request: Request, wait_s: float) -> Session | None:
@@ -154,7 +162,7 @@ class Routes:
         return None
 
     def _session(self, request: Request) -> Session:
-        session = self.manager.find(request.path_params.get("key") or _bearer(request))
+        session = self.manager.find(_key(request))
         admit_connection(request)
         return session
 
@@ -250,6 +258,19 @@ async def read_body(request: Request) -> Body:
     if not isinstance(body, dict):
         raise Refusal("the body must be a JSON object")
     return body
+
+
+async def _kept(chunks: AsyncIterable[Chunk], call: Call) -> AsyncIterator[Chunk]:
+    """Pass a stream on; its end waits until the answer is recorded."""
+    async for chunk in chunks:
+        if call.is_answered:
+            await call.keep()
+        yield chunk
+
+
+def _key(request: Request) -> str:
+    """Return the session key of a request."""
+    return request.path_params.get("key") or _bearer(request)
 
 
 def _bearer(request: Request) -> str:

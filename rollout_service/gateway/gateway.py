@@ -116,12 +116,15 @@ class Llm(Protocol):
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """Address of the gateway, the deadline of a group of sessions, and who reads the answers."""
+    """Address of the gateway, the deadline of a group of sessions, who reads the answers, and how long after
+    a restart agents may come back; 0 if their sessions are not recorded.
+    """
 
     host: str
     port: int
     deadline_s: float
     parsers: Parsers
+    return_s: float = 0.0
 
 
 class Gateway:
@@ -148,7 +151,9 @@ class Gateway:
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.url = ""
-        self.manager = SessionManager(prompts, rules, settings.deadline_s, self._abort)
+        self.manager = SessionManager(
+            prompts, rules, settings.deadline_s, self._abort, return_s=settings.return_s
+        )
 
     async def start(self, on_demand: Callable[[], None]) -> None:
         """Listen. `on_demand` is called when an agent waits for a group.
@@ -272,7 +277,8 @@ def build_gateway(
     assert isinstance(engine, VllmEngine | SglangEngine), "find_conflicts refuses other engines"
     port = rollout.gateway.port and rollout.gateway.port + context.index
     parsers = Parsers(rollout.gateway.tool_call_parser, rollout.gateway.reasoning_parser)
-    settings = GatewaySettings(host, port, rollout.gateway.session_deadline_s, parsers)
+    deadline_s, return_s = rollout.gateway.session_deadline_s, context.config.buffer.lease_s
+    settings = GatewaySettings(host, port, deadline_s, parsers, return_s * rollout.resume_partial)
     rules = Rules(
         run_seed=context.config.run.seed,
         group_size=rollout.group_size,

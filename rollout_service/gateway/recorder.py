@@ -149,7 +149,8 @@ class Recorder:
         ):
             self._manager.counters["calls_ended"] += 1
             ended = GenerationError(f"the call was ended: {self._manager.why_ended(call.session)}")
-            ended.status_code = HTTPStatus.GONE
+            is_to_return = self._manager.is_to_return
+            ended.status_code = HTTPStatus.SERVICE_UNAVAILABLE if is_to_return else HTTPStatus.GONE
             raise ended
         self._meter.num_completions += 1
         self._manager.counters["calls"] += 1

@@ -11,6 +11,7 @@ lease's group ends, in whatever way, its sessions are closed, and their keys ans
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import Counter, OrderedDict, deque
@@ -21,33 +22,51 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncrl.buffer.messages import LeaseGrant
-from asyncrl.core.errors import AsyncrlError
+from asyncrl.core.errors import AsyncrlError, WireError
 from asyncrl.core.experience import Group, Trajectory
 from asyncrl.core.states import Reason
 from asyncrl.core.status.replica import GatewayStatus
 from rollout_service.gateway.conversation.session import Session
+from rollout_service.gateway.conversation.session_records import Entry, SessionJournal, by_session
 from rollout_service.gateway.conversation.transcript import common_prompt
 from rollout_service.gateway.keys import lookup_of, make_session_key
 from rollout_service.gateway.refusal import EpisodeFailed, NobodyCame, Refusal
 from rollout_service.gateway.rules import Rules
 from rollout_service.sampling.groups import gather_prompt_experts
+from rollout_service.sampling.turn_journal import Journal
 
 if TYPE_CHECKING:
     from rollout_service.data.prompts import PromptSet, TokenizedPrompt
+
+log = logging.getLogger(__name__)
 
 MAX_WAITING = 1024
 MAX_REMEMBERED = 4096
 """Ended sessions whose keys still answer with the reason."""
 UNOPENED_S = 10.0
 """Time that a group waits for its first session: its client may have gone, or asks again at once."""
+RETURN_WAIT_S = 8.0
+"""Time that one call waits for its session to be made again."""
 DRAINING = "draining: this replica is about to stop"
 LOST = "its group is no longer this replica's"
 
 
 class OpenGroup:
-    """A leased group whose samples agents generate."""
+    """A leased group whose samples agents generate.
 
-    def __init__(self, grant: LeaseGrant, prompt: TokenizedPrompt, size: int, deadline: float) -> None:
+    Args:
+        journal: Records the sessions, where they are to outlive this replica.
+    """
+
+    def __init__(
+        self,
+        grant: LeaseGrant,
+        prompt: TokenizedPrompt,
+        size: int,
+        deadline: float,
+        journal: SessionJournal | None = None,
+    ) -> None:
+        self._journal = journal
         self.grant = grant
         self.prompt = prompt
         self.size = size
@@ -83,6 +102,34 @@ class OpenGroup:
         session = Session(make_session_key(), self, min(free), max_branches)
         self.sessions.insert(session.sample, session)
         return session
+
+    def restore(self, max_branches: int) -> None:
+        """Make the sessions of earlier attempts again."""
+        for sample, entries in sorted(by_session(self._journal.past if self._journal else ()).items()):
+            session = Session("", self, sample, max_branches)
+            try:
+                session.restore(entries)
+            except WireError as error:
+                log.warning("session %s begins anew: %s", session.id, error)
+            else:
+                self.sessions.append(session)
+        self.check_complete()
+
+    async def keep(self, entry: Entry) -> None:
+        """Return once `entry` is recorded; its client may hang up meanwhile.
+
+        Raises:
+            Refusal: It cannot be; the group has ended.
+        """
+        if self._journal is None or self.outcome.done():
+            return
+        self._journal.note(entry)
+        try:
+            await asyncio.shield(asyncio.ensure_future(self._journal.flush()))
+        except AsyncrlError as error:
+            self.fail(error)
+            what = f"this session has ended: {error.message}"
+            raise Refusal(what, status=410, code="session_closed") from error
 
     def fail(self, error: AsyncrlError) -> None:
         """End the group with `error`; the first one counts."""
@@ -127,7 +174,11 @@ class SessionManager:
     Args:
         deadline_s: From a group's lease to the reward of its last session.
         abort: Ends requests in the engine, by id.
+        return_s: From a start, in which agents of the replica before it may come back to their sessions;
+            0 if these are not recorded.
     """
+
+    journal = SessionJournal
 
     def __init__(
         self,
@@ -135,8 +186,12 @@ class SessionManager:
         rules: Rules,
         deadline_s: float,
         abort: Callable[[list[str]], Awaitable[None]],
+        *,
+        return_s: float = 0.0,
     ) -> None:
         self.rules = rules
+        self._return_until = time.monotonic() + return_s if return_s else 0.0
+        self._returning: dict[bytes, asyncio.Future[None]] = {}
         self.counters: Counter[str] = Counter()
         self.overridden: Counter[str] = Counter()
         self.on_demand: Callable[[], None] = lambda: None
@@ -195,7 +250,7 @@ class SessionManager:
         if group is None or group.outcome.done():
             return  # its end ends the session
         group.sessions.remove(session)
-        del self._sessions[lookup_of(session.key)]
+        del self._sessions[session.lookup]
         self.counters["sessions_taken_back"] += 1
         self._serve_waiting(group)
 
@@ -205,13 +260,40 @@ class SessionManager:
         session = self._sessions.get(lookup)
         if session is not None:
             return session
+        if self.is_to_return:
+            why = "this replica ends; its sessions go on at the same address once it is back"
+            raise Refusal(why, status=503, code="draining")
         if lookup in self._ended:
             raise Refusal(f"this session has ended: {self._ended[lookup]}", status=410, code="session_closed")
+        if self._return_s > 0:
+            raise Refusal("the session is not back yet: ask again", status=503, code="no_session")
         raise Refusal("the session key is missing or wrong", status=401, code="unauthorized")
+
+    @property
+    def is_to_return(self) -> bool:
+        """Whether sessions that end now go on when this replica is back."""
+        return self._return_until > 0 and bool(self._closed_for)
+
+    @property
+    def _return_s(self) -> float:
+        """Time that agents of the replica before this one still have to come back."""
+        return self._return_until - time.monotonic()
+
+    async def await_return(self, key: str) -> None:
+        """Wait a little for the session of an unknown key: a replica that died may have had it."""
+        lookup = lookup_of(key)
+        is_known = lookup in self._sessions or lookup in self._ended or self._closed_for
+        if not key or is_known or self._return_s <= 0 or len(self._returning) >= MAX_WAITING:
+            return
+        back = self._returning.setdefault(lookup, asyncio.get_running_loop().create_future())
+        self.on_demand()
+        await asyncio.wait([back], timeout=min(RETURN_WAIT_S, self._return_s))
+        if not back.done() and self._returning.get(lookup) is back:
+            del self._returning[lookup]
 
     def why_ended(self, session: Session) -> str:
         """Return the reason that the key of an ended session answers with."""
-        return self._ended.get(lookup_of(session.key), "it was aborted")
+        return self._ended.get(session.lookup, "it was aborted")
 
     def remaining_s(self, session: Session) -> float:
         return max(0.0, session.group.deadline - asyncio.get_running_loop().time())
@@ -221,7 +303,7 @@ class SessionManager:
     @property
     def num_groups_wanted(self) -> int:
         """Number of groups that the waiting agents could begin."""
-        return math.ceil(len(self._waiting) / self.rules.group_size)
+        return math.ceil((len(self._waiting) + len(self._returning)) / self.rules.group_size)
 
     def status(self, url: str) -> GatewayStatus:
         """Return how many sessions are open, counts, and how often a parameter was replaced."""
@@ -232,10 +314,11 @@ class SessionManager:
             overridden=dict(self.overridden),
         )
 
-    async def run(self, grant: LeaseGrant, partial: object = None) -> Group:
+    async def run(self, grant: LeaseGrant, partial: Group | Journal | None = None) -> Group:
         """Let agents generate the grant's group, and return it. The same seam as `GroupRunner.run`.
 
-        `partial` is not used: an agent's own state is not among the tokens.
+        Args:
+            partial: Journal of its sessions, if they are recorded.
 
         Raises:
             EpisodeFailed: The siblings were not complete by the deadline, or one of them failed.
@@ -244,8 +327,15 @@ class SessionManager:
         """
         deadline = asyncio.get_running_loop().time() + self._deadline_s
         prompt, size = self._prompts.at(grant.index), self.rules.group_size
-        group = self._groups[grant.key] = OpenGroup(grant, prompt, size, deadline)
+        journal = partial if isinstance(partial, SessionJournal) else None
+        group = self._groups[grant.key] = OpenGroup(grant, prompt, size, deadline, journal)
         ending = LOST
+        group.restore(self.rules.max_branches)
+        for session in group.sessions:
+            self._sessions[session.lookup] = session
+            self.counters["sessions_restored"] += 1
+            if (back := self._returning.pop(session.lookup, None)) is not None:
+                back.set_result(None)
         self._serve_waiting(group)
         try:
             await self._outcome_of(group)
@@ -267,10 +357,6 @@ class SessionManager:
     def is_complete(self, group: Group) -> bool:
         """Tell whether a group that `run` returned is whole: it always is."""
         return True
-
-    def fits(self, grant: LeaseGrant, partial: Group) -> bool:
-        """Tell whether agents could go on from what another replica's group came to: they cannot."""
-        return False
 
     def refuse_sessions(self, why: str = DRAINING) -> None:
         """Give no more sessions out. Groups with all their siblings go on; the others are handed back."""
@@ -301,7 +387,7 @@ class SessionManager:
                 waiter.set_result(self._enter(group.open(self.rules.max_branches)))
 
     def _enter(self, session: Session) -> Session:
-        self._sessions[lookup_of(session.key)] = session
+        self._sessions[session.lookup] = session
         self.counters["sessions"] += 1
         return session
 
@@ -316,9 +402,8 @@ class SessionManager:
         group.outcome.cancel()  # where it is still open: nothing of the group counts any more
         in_flight: list[str] = []
         for session in group.sessions:
-            lookup = lookup_of(session.key)
-            del self._sessions[lookup]
-            self._ended[lookup] = ending
+            del self._sessions[session.lookup]
+            self._ended[session.lookup] = ending
             in_flight += [call.request_id for call in session.calls if call.request_id]
         self._idle_since = time.monotonic()
         while len(self._ended) > MAX_REMEMBERED:

@@ -26,7 +26,8 @@ from rollout_service.replica.lifecycle import Lifecycle
 from rollout_service.replica.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica.states import State
 from rollout_service.rewards.score import RewardError, RewardsFailed
-from rollout_service.sampling.turn_journal import LeaseLost, TurnJournal
+from rollout_service.sampling.groups import GroupRunner
+from rollout_service.sampling.turn_journal import Journal, LeaseLost
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class GroupTasks:
         runner, buffer = self._parts.runner, self._parts.buffer
         try:
             if self._settings.records_turns:
-                partial: Group | TurnJournal | None = await self._open_journal(grant)
+                partial: Group | Journal | None = await self._open_journal(grant)
             else:
                 partial = await self._fetch_partial(grant) if grant.partial_attempt else None
             group = await runner.run(grant, partial)
@@ -111,7 +112,7 @@ class GroupTasks:
             await self._lifecycle.note("push_errors", error)
         self._in_flight.pop(grant.key, None)  # done: a drain must not release it
 
-    async def _open_journal(self, grant: LeaseGrant) -> TurnJournal:
+    async def _open_journal(self, grant: LeaseGrant) -> Journal:
         """Return the journal of the group's turns, with what earlier attempts recorded."""
         buffer, counters = self._parts.buffer, self._lifecycle.counters
 
@@ -126,7 +127,7 @@ class GroupTasks:
         if grant.partial_attempt:  # without it, none may be added
             past = await self._lifecycle.repeat(lambda: buffer.fetch_partial(*grant.key))
             counters["groups_resumed"] += isinstance(past, list)
-        return TurnJournal(*grant.key, send, past if isinstance(past, list) else ())
+        return self._parts.runner.journal(*grant.key, send, past if isinstance(past, list) else ())
 
     async def _fetch_partial(self, grant: LeaseGrant) -> Group | None:
         """Return what an earlier attempt left. Without it, the group starts from its prompt."""
@@ -136,7 +137,9 @@ class GroupTasks:
         except AsyncrlError as error:
             await self._lifecycle.note("partials_unread", error)
             return None
-        if not isinstance(partial, Group) or not self._parts.runner.fits(grant, partial):
+        runner = self._parts.runner
+        assert isinstance(runner, GroupRunner), "agents' sessions are recorded, or begin anew"
+        if not isinstance(partial, Group) or not runner.fits(grant, partial):
             self._lifecycle.counters["partials_unfit"] += 1
             return None
         self._lifecycle.counters["groups_resumed"] += 1

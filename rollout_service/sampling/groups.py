@@ -29,7 +29,7 @@ from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.engine.protocol import Interrupted, Sampling
 from rollout_service.sampling import partial_rollout
 from rollout_service.sampling.episode import EpisodeRunner, Unfinished
-from rollout_service.sampling.turn_journal import EpisodeRecord, TurnJournal
+from rollout_service.sampling.turn_journal import EpisodeRecord, Journal, TurnJournal
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class GroupRunner:
     `on_end` is called whenever a sample has ended.
     """
 
+    journal = TurnJournal
+
     def __init__(self, episodes: EpisodeRunner, prompts: PromptSet, settings: GroupSettings) -> None:
         self._episodes = episodes
         self._prompts = prompts
@@ -95,7 +97,7 @@ class GroupRunner:
         """Return how many samples of `num_held` groups have not ended."""
         return num_held * self.num_samples - self._num_ended.total()
 
-    async def run(self, grant: LeaseGrant, partial: Group | TurnJournal | None = None) -> Group:
+    async def run(self, grant: LeaseGrant, partial: Group | Journal | None = None) -> Group:
         """Return the grant's group; `is_complete` tells whether it may be pushed whole, or only as partial.
 
         Args:
@@ -148,12 +150,12 @@ class GroupRunner:
         is_ours = partial.prompt_ids.tolist() == self._prompts.at(grant.index).token_ids.tolist()
         return is_ours and len(partial.trajectories) == self._settings.group_size
 
-    def _begun(self, partial: Group | TurnJournal | None) -> Sequence[Trajectory | EpisodeRecord | None]:
+    def _begun(self, partial: Group | Journal | None) -> Sequence[Trajectory | EpisodeRecord | None]:
         """Return what is there of each sample to run; the greedy one is left out once its reward is known."""
         settings = self._settings
         if isinstance(partial, TurnJournal):
             return [partial.episode(sample) for sample in range(settings.num_samples)]
-        if partial is None:
+        if not isinstance(partial, Group):
             return [None] * settings.num_samples
         is_greedy_left = settings.has_greedy and partial.baseline_reward is None
         return [*partial.trajectories, *[None] * is_greedy_left]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from asyncrl.core.errors import LedgerError, WireError
 from asyncrl.core.runtime.faults import fault_point
@@ -30,12 +30,12 @@ class LeaseLost(LedgerError):
     """Another attempt has the ticket, or the record's fate is unknown: nothing more may be done."""
 
 
-class TurnJournal:
-    """The journal of one attempt at a ticket.
+class Journal:
+    """The records of one attempt at a ticket, of whatever its entries are.
 
     Args:
-        send: Adds a record at the buffer; None keeps all turns here alone.
-        past: The records of earlier attempts. If they cannot be read, all episodes begin anew.
+        send: Adds a record at the buffer; None keeps all entries here alone.
+        past: The records of earlier attempts.
 
     Attributes:
         is_full: The buffer has no room: nothing is recorded any more.
@@ -46,10 +46,46 @@ class TurnJournal:
         self.is_full = False
         self._send, self._number = send, len(past)
         self._versions: tuple[int, int] | None = None
-        self._turns: dict[int, list[Turn]] = {}
         self._noted: list[bytes] = []
         self._lock = asyncio.Lock()
         self._is_unsure = False
+
+    def _cover(self, spans: Iterable[tuple[int, int, int]]) -> None:
+        """Take in the versions of tokens that are recorded."""
+        numbers = [version for version, _, _ in spans] + list(self._versions or ())
+        self._versions = min(numbers), max(numbers)
+
+    async def flush(self) -> None:
+        """Return once all that was noted is at the buffer.
+
+        Raises:
+            LeaseLost: The buffer refuses it; or an earlier call had no answer.
+            AsyncrlError: It cannot be reached.
+        """
+        async with self._lock:
+            if self._is_unsure:
+                raise LeaseLost(f"ticket {self.ticket}: an earlier record of its turns had no answer")
+            if self._send is None or self.is_full or not self._noted:
+                return
+            noted, self._noted = self._noted, []
+            assert self._versions is not None, "nothing comes about before a turn is said"
+            self._is_unsure = True
+            result = await self._send(self._number + 1, self._versions, records.join(noted))
+            if result == "late":
+                raise LeaseLost(f"attempt {self.attempt} at ticket {self.ticket} has lost its lease")
+            self._is_unsure = False
+            self._number += 1
+            self.is_full = result == "full"
+            if self.is_full:
+                log.warning("ticket %d: the buffer has no room for more turns", self.ticket)
+
+
+class TurnJournal(Journal):
+    """The journal of a group's episodes. If earlier records cannot be read, all of them begin anew."""
+
+    def __init__(self, ticket: int, attempt: int, send: Send | None, past: Sequence[Frame] = ()) -> None:
+        super().__init__(ticket, attempt, send, past)
+        self._turns: dict[int, list[Turn]] = {}
         try:
             for entry in records.decode(past):
                 self._take(entry)
@@ -77,32 +113,7 @@ class TurnJournal:
             return
         records.add(turns, entry)
         if isinstance(entry, Said):
-            numbers = [span[0] for span in entry.spans] + list(self._versions or ())
-            self._versions = min(numbers), max(numbers)
-
-    async def flush(self) -> None:
-        """Return once all that was noted is at the buffer.
-
-        Raises:
-            LeaseLost: The buffer refuses it; or an earlier call had no answer.
-            AsyncrlError: It cannot be reached.
-        """
-        async with self._lock:
-            if self._is_unsure:
-                raise LeaseLost(f"ticket {self.ticket}: an earlier record of its turns had no answer")
-            if self._send is None or self.is_full or not self._noted:
-                return
-            noted, self._noted = self._noted, []
-            assert self._versions is not None, "nothing comes about before a turn is said"
-            self._is_unsure = True
-            result = await self._send(self._number + 1, self._versions, records.join(noted))
-            if result == "late":
-                raise LeaseLost(f"attempt {self.attempt} at ticket {self.ticket} has lost its lease")
-            self._is_unsure = False
-            self._number += 1
-            self.is_full = result == "full"
-            if self.is_full:
-                log.warning("ticket %d: the buffer has no room for more turns", self.ticket)
+            self._cover(entry.spans)
 
 
 class EpisodeRecord:

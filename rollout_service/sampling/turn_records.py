@@ -119,7 +119,7 @@ def routed(sample: int, turn: int, experts: Rows | None) -> Routed | None:
     return Routed(sample, turn, len(experts), form, bytes(told[1]))
 
 
-def encode(entry: AnyEntry) -> bytes:
+def encode(entry: msgspec.Struct) -> bytes:
     """Return an entry as `join` takes it. Raises TypeError, ValueError, OverflowError."""
     return _ENCODER.encode(entry)
 
@@ -151,14 +151,13 @@ def add(turns: list[Turn], entry: Said | Routed | Begun | Answered | Stepped) ->
     if isinstance(entry, Said):
         if entry.turn <= len(turns):
             turns[entry.turn :] = [
-                Turn(entry.attempt, _completion_of(entry), cast("Observation", entry.opening))
+                Turn(entry.attempt, completion_of(entry), cast("Observation", entry.opening))
             ]
     elif entry.turn == len(turns) - 1:
         turn = turns[-1]
         match entry:
-            case Routed(num_tokens=num_tokens, form=form, frame=frame):
-                column = read_column({FIELD: list(form)}, frame, num_tokens)
-                turn.completion = replace(turn.completion, experts=column.read())
+            case Routed():
+                turn.completion = replace(turn.completion, experts=experts_of(entry))
             case Begun(index=index):
                 turn.begun.add(index)
             case Answered(index=index):
@@ -167,7 +166,13 @@ def add(turns: list[Turn], entry: Said | Routed | Begun | Answered | Stepped) ->
                 turn.step = Step(cast("Observation", observation), is_done)
 
 
-def _completion_of(entry: Said) -> Completion:
+def experts_of(entry: Routed) -> Rows:
+    """Return the experts of an entry. Raises WireError."""
+    return read_column({FIELD: list(entry.form)}, entry.frame, entry.num_tokens).read()
+
+
+def completion_of(entry: Said) -> Completion:
+    """Return what was said, without experts. Raises WireError."""
     try:
         ids, logprobs = np.frombuffer(entry.token_ids, "<i4"), np.frombuffer(entry.logprobs, "<f4")
     except ValueError as error:

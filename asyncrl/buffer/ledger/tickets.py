@@ -270,6 +270,7 @@ class LedgerSettings:
         max_wait_s: Under `wait`, the most time that a complete batch waits for groups in flight.
         is_ascending: Prompts are numbered from easy to hard, see `PromptOrder`.
         shares_prefixes: Replicas share the KV cache of equal beginnings, see `rules.placement`.
+        keeps_sessions: Partial work is agents' sessions, and its replica's until the lease would have ended.
         evaluation_parts: Number of parts of an evaluation; so many replicas may work on it at once.
     """
 
@@ -287,6 +288,7 @@ class LedgerSettings:
     is_ascending: bool = False
     evaluation_parts: int = 1
     shares_prefixes: bool = False
+    keeps_sessions: bool = False
 
     @property
     def left_over_groups(self) -> int:

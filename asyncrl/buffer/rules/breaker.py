@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from asyncrl.buffer.ledger.facts import Facts
@@ -57,11 +57,6 @@ class SourceBreaker:
         self.names: tuple[str, ...] = ()
 
     @property
-    def has_open(self) -> bool:
-        """Whether any source is open."""
-        return bool(self._open)
-
-    @property
     def num_sources(self) -> int:
         """Number of the data sources."""
         return max(1, len(self._state().sources))
@@ -81,11 +76,11 @@ class SourceBreaker:
         """Tell whether any source may be leased now."""
         return any(self.may_lease(source, now) for source in range(self.num_sources))
 
-    def next_issued(self, now: float) -> Ticket | None:
-        """Return the oldest issued ticket of a source that may be leased."""
+    def next_issued(self, now: float, kept: Collection[int] = ()) -> Ticket | None:
+        """Return the oldest issued ticket, but for those `kept`, of a source that may be leased."""
         heap, tickets = self._state().issued_heap, self._state().tickets
-        in_order = sorted(heap) if self._open else heap[:1]
-        found = (tickets[number] for number in in_order)
+        in_order = sorted(heap) if self._open or kept else heap[:1]
+        found = (tickets[number] for number in in_order if number not in kept)
         return next((one for one in found if self.may_lease(one.source, now)), None)
 
     def held(self) -> list[int]:

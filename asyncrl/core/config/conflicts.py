@@ -280,7 +280,6 @@ def _find_gateway_conflicts(config: Root) -> Iterator[Conflict]:
     for key, is_set, why in (
         ("rollout.response_tokens", rollout.response_tokens is not None, "agents say when an answer ends"),
         ("rollout.stop", bool(rollout.stop), "agents say when an answer ends"),
-        ("rollout.resume_partial", rollout.resume_partial, "what an agent knows is not among the tokens"),
         ("reward.overlong", config.reward.overlong is not None, "agents give the rewards"),
     ):
         if is_set:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollout_service.gateway.conversation.history import HISTORY_CHANGED, Asked, Step, Told
-from rollout_service.gateway.conversation.transcript import Transcript
+from rollout_service.gateway.conversation.transcript import Transcript, Turn
 from rollout_service.gateway.refusal import Refusal
 
 
@@ -20,11 +20,12 @@ class Branch:
 
     Attributes:
         number: Of the branch in its session, from 0: part of its seeds.
+        origin: Number of the branch that it begins as.
         is_busy: A call that it waits for is in flight.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, origin: int = 0) -> None:
+        self.number, self.origin = number, origin
         self.told: list[Told] = []
         self.transcript = Transcript()
         self.is_busy = False
@@ -65,9 +66,18 @@ class Branch:
         place, start = self._follow(asked)
         return place == len(self.told) - 1 and asked.after(start) == self.told[-1].added
 
+    def add(self, turn: Turn, told: Told, *, replaces: bool) -> None:
+        """Record its next turn, or another one in the place of its last."""
+        if replaces:
+            self.transcript.replace_last(turn)
+            self.told.pop()
+        else:
+            self.transcript.add(turn)
+        self.told.append(told)
+
     def fork(self, number: int, place: int) -> Branch:
         """Return a branch that begins with the first `place` turns."""
-        branch = Branch(number)
+        branch = Branch(number, self.number)
         if place:
             branch.told, branch.transcript = self.told[:place], self.transcript.share(place)
         return branch
@@ -83,6 +93,14 @@ class Branches:
     def __iter__(self) -> Iterator[Branch]:
         """Yield those with a turn of their own, the oldest first."""
         return (branch for branch in self._branches if branch.is_answered)
+
+    def at(self, number: int, origin: int, place: int) -> Branch:
+        """Return the branch of that number; a new one begins with the first `place` turns of `origin`."""
+        known = {branch.number: branch for branch in self._branches}
+        if number not in known:
+            known[number] = known.get(origin, Branch(origin)).fork(number, place)
+            self._branches.append(known[number])
+        return known[number]
 
     def take(self, asked: Asked) -> tuple[Branch, Step]:
         """Return the branch of a call, busy from now on, and how the call goes on from it.

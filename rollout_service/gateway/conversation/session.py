@@ -11,14 +11,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.core.errors import AsyncrlError, WireError
 from asyncrl.core.experience import Trajectory, check_reward
 from rollout_service.gateway.conversation.branches import Branch, Branches
 from rollout_service.gateway.conversation.history import Asked, Step, Told, comparable, reply_in_text
+from rollout_service.gateway.conversation.session_records import (
+    Answered,
+    Entry,
+    Rewarded,
+    answered,
+    restore,
+)
 from rollout_service.gateway.conversation.transcript import Turn
-from rollout_service.gateway.keys import make_marker
+from rollout_service.gateway.keys import lookup_of, make_marker
 from rollout_service.gateway.refusal import EpisodeFailed, Refusal
 
 if TYPE_CHECKING:
@@ -48,6 +57,8 @@ class Siblings(Protocol):
 
     def fail(self, error: AsyncrlError) -> None: ...
 
+    async def keep(self, entry: Entry) -> None: ...
+
     def check_complete(self) -> None: ...
 
 
@@ -60,7 +71,9 @@ class Call:
         branch: The conversation that it belongs to, once it has asked; `holds_branch` until it is answered.
         room: Most tokens that the answer may have.
         num_recorded: Ids of its prompt that are earlier turns.
-        added: What it adds to the turns of its branch. told: The turn that it has become.
+        added: What it adds to the turns of its branch.
+        told: The turn that it has become, of branch `told_on`. is_shown: Its messages are the client's.
+        entry: That turn's for the group's journal, until it is there.
         marker: Stands in the rendered chat for the answer that is recorded.
         request_id: The engine's, once it has the request.
         refusal: Why the call was refused, for the time that vLLM's handlers pass an error on as their own.
@@ -75,6 +88,9 @@ class Call:
     num_recorded: int = 0
     added: Asked | None = None
     told: Told | None = None
+    told_on: Branch = field(default_factory=lambda: Branch(0))
+    entry: Answered | None = None
+    is_shown: bool = False
     marker: str = field(default_factory=make_marker)
     request_id: str = ""
     refusal: Refusal | None = None
@@ -122,17 +138,14 @@ class Call:
         if self not in self.session.calls:
             return
         assert self.added is not None, "it has asked"
-        branch, branches = self.branch, self.session.branches
-        if self.step is Step.AGAIN and branches.may_replace(branch):
-            branch.transcript.replace_last(turn)
-            branch.told.pop()
-        else:
-            if self.step is Step.AGAIN:
-                with self._ending_group():
-                    branch = branches.begin_beside(branch)
-            branch.transcript.add(turn)
-        self.told = Told(self.added, reply_in_text(turn.text))
-        branch.told.append(self.told)
+        branch, branches, session = self.branch, self.session.branches, self.session
+        replaces = self.step is Step.AGAIN and branches.may_replace(branch)
+        if self.step is Step.AGAIN and not replaces:
+            with self._ending_group():
+                branch = branches.begin_beside(branch)
+        self.told_on, self.told = branch, Told(self.added, reply_in_text(turn.text))
+        branch.add(turn, self.told, replaces=replaces)
+        self.entry = answered(session.lookup, session.sample, session.group.grant.attempt, branch, turn)
         self.end()  # now: the client may go on as soon as it has read the end
 
     def answered(self, messages: Iterable[Mapping[str, object]]) -> None:
@@ -140,6 +153,23 @@ class Call:
         if self.told is not None:
             said = tuple(comparable(message) for message in messages)
             self.told.reply = replace(self.told.reply, messages=said)
+            self.is_shown = True
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the answer is known as its client gets it."""
+        return self.told is not None and (self.is_shown or self.told.added.kind != "chat")
+
+    async def keep(self) -> None:
+        """Return once the answer is recorded where it outlives this replica; before the client has its end.
+
+        Raises:
+            Refusal: It cannot be: the lease of its group is lost.
+        """
+        entry, self.entry = self.entry, None
+        if entry is not None and self.told in self.told_on.told:  # else another answer has its place
+            assert self.told is not None, "it has an entry"
+            await self.session.group.keep(msgspec.structs.replace(entry, reply=self.told.reply))
 
     def end(self) -> None:
         """Let the session go on without it."""
@@ -156,7 +186,7 @@ class Session:
     """Session that one key opens: one episode, which may have several branches, at most `max_branches`."""
 
     def __init__(self, key: str, group: Siblings, sample: int, max_branches: int) -> None:
-        self.key = key
+        self.key, self.lookup = key, lookup_of(key)
         self.group = group
         self.sample = sample
         self.branches = Branches(max_branches)
@@ -207,6 +237,22 @@ class Session:
             raise Refusal(error.message) from None
         self.reward, self.parts, self.reason = reward, parts, reason
         self.group.check_complete()
+
+    async def keep_reward(self) -> None:
+        """Return once the reward is recorded as answers are, unless the group has ended by now."""
+        with contextlib.suppress(Refusal):
+            assert self.reward is not None, "it was given"
+            told = self.reward, dict(self.parts), self.reason
+            await self.group.keep(Rewarded(self.lookup, self.sample, *told))
+
+    def restore(self, entries: Iterable[Entry]) -> None:
+        """Become what these entries tell of it. Raises WireError."""
+        for entry in entries:
+            self.lookup = entry.key
+            if isinstance(entry, Answered):
+                restore(self.branches, entry)
+            else:
+                self.reward, self.parts, self.reason = entry.reward, entry.parts, entry.reason
 
     def trajectories(self, num_prompt_tokens: int) -> list[Trajectory]:
         """Return the episode's trajectories after the first `num_prompt_tokens` ids; each has its reward."""

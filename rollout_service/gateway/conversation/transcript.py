@@ -79,6 +79,10 @@ class Transcript:
         """All ids up to the end of the last answer."""
         return tuple(self._ids)
 
+    def ids_before(self, number: int) -> tuple[int, ...]:
+        """Return the ids up to the end of the answer before answer `number`."""
+        return tuple(self._ids[: self.answers[number - 1].end]) if number else ()
+
     def count_held(self, ids: Sequence[int]) -> int:
         """Return how many answers `ids` hold, each with all ids before it."""
         start = 0

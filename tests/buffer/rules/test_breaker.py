@@ -82,17 +82,17 @@ def test_few_failures_or_those_of_other_causes_open_nothing():
         run.fail(run.lease()[0])
     for cause in ("", "environment", "reward", "timeout", "budget", "unheard of") * 4:
         run.fail(run.lease()[0], cause)
-    assert not run.ledger.breaker.has_open
+    assert not run.ledger.breaker.is_open(0)
     run.come_in(run.lease()[0])
     for _ in range(MIN_FAILED):
         run.play(0)
     run.fail(run.lease()[0])
-    assert run.ledger.breaker.has_open
+    assert run.ledger.breaker.is_open(0)
 
 
 def test_one_group_at_a_time_probes_an_open_source_and_the_pause_grows():
     run = Mixed((1.0,), max_attempts=100)
-    while not run.ledger.breaker.has_open:
+    while not run.ledger.breaker.is_open(0):
         run.fail(run.lease()[0])
     for number in range(9):
         pause_s = min(FIRST_PAUSE_S * 2**number, breaker.MAX_PAUSE_S)
@@ -107,7 +107,7 @@ def test_one_group_at_a_time_probes_an_open_source_and_the_pause_grows():
 def test_a_probe_that_is_lost_is_followed_by_another_and_one_that_comes_in_ends_it():
     run = Mixed((1.0,), max_attempts=100)
     before = run.lease(1)
-    while not run.ledger.breaker.has_open:
+    while not run.ledger.breaker.is_open(0):
         run.fail(run.lease()[0])
     run.fail(before[0])  # leased before it opened: says nothing new
     run.now += FIRST_PAUSE_S
@@ -134,7 +134,7 @@ def test_with_every_source_open_the_run_waits_says_so_and_goes_on():
     assert sorted(one.source for one in probes) == [BAD, WELL]
     for probe in probes:
         run.come_in(probe)
-    assert not run.ledger.breaker.has_open and run.residue == 0
+    assert not run.ledger.breaker.is_open(0) and run.residue == 0
 
 
 def test_with_every_source_open_a_probe_has_nothing_issued_ahead_beside_it(monkeypatch: pytest.MonkeyPatch):

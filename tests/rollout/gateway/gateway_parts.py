@@ -100,6 +100,7 @@ class Served:
     gateway: Mapping[str, object] = field(default_factory=dict)
     engine: str = "vllm"
     num_experts: int = 0
+    records_sessions: bool = False
 
     @property
     def length(self) -> int:
@@ -220,6 +221,7 @@ def open_gateway_stage(
                 "group_size": GROUP_SIZE,
                 "max_tokens": served.max_tokens,
                 "router_replay": "r3" if served.num_experts else "off",
+                "resume_partial": served.records_sessions,
                 "gateway": {"port": 0, "session_deadline_s": deadline_s, **served.gateway},
             },
             "learner": {"groups_per_step": 1, "minibatches": 1},
@@ -244,10 +246,9 @@ def open_gateway_stage(
             client = ReplicaClient(address, "rollout.0", 5.0)
             return ReplicaParts(metered, client, receiver, gateway.manager, None, prompts, gateway=gateway)
 
-        replica, learner = (
-            Replica(ThreadRuntime(), "rollout.0", ReplicaSettings(4, 5.0, 10.0), build),
-            LearnerClient(address),
-        )
+        settings = ReplicaSettings(4, 5.0, 10.0, records_turns=served.records_sessions)
+        replica = Replica(ThreadRuntime(), "rollout.0", settings, build)
+        learner = LearnerClient(address)
         with running(replica):
             _wait_for_engine(replica)
             found = Stage(model_folder, served, replica, receiver, gateways[0], learner, {}, held=held)

@@ -115,7 +115,6 @@ def test_a_refusal_keeps_its_status_over_a_pickle():
         ({"rollout": {"gateway": {}}, "algorithm": {"advantage": "remax"}}, "greedy"),
         ({"rollout": {"gateway": {}, "response_tokens": "lognormal:1:8"}}, "response_tokens does nothing"),
         ({"rollout": {"gateway": {}, "stop": ["."]}}, "stop does nothing"),
-        ({"rollout": {"gateway": {}, "resume_partial": True}}, "resume_partial does nothing"),
         (
             {"rollout": {"gateway": {}}, "reward": {"fn": "f", "overlong": {"buffer_tokens": 9}}},
             "reward.overlong does nothing",

@@ -52,6 +52,7 @@ class LeaseCommands:
         self.evaluations = EvaluationOrders(self.state, self._emit)
         self._events: list[ev.Event] = []
         self._order: PromptOrder | None = None
+        self._homes: dict[int, str] = {}  # of tickets with agents' sessions, the replica that had them last
         self.placement = Placement(self.settings.lease_s)
         self._judge_all_again()
 
@@ -122,10 +123,14 @@ class LeaseCommands:
             self.placement.see(replica, now)
             want = min(want, self.placement.share(self.settings.groups_per_step))
         grants: list[Grant] = []
-        while served_step is not None and len(grants) < want and (found := self._admit(served_step, now)):
+        while served_step is not None and len(grants) < want:
+            if (found := self._admit(replica, served_step, now)) is None:
+                break
             ticket, position = self._choose(replica, version, *found, served_step, now)
-            if ticket.partial is not None and not _may_go_on(self.state, ticket.partial, position):
-                self._emit(ev.PartialDropped(ticket.id, PartialLoss.STALE.value))
+            is_away = self.settings.keeps_sessions and self._homes.pop(ticket.id, "") != replica
+            if ticket.partial and (is_away or not _may_go_on(self.state, ticket.partial, position)):
+                why = PartialLoss.LOST if is_away else PartialLoss.STALE
+                self._emit(ev.PartialDropped(ticket.id, why.value))
             self._emit(ev.Leased(ticket.id, replica, now + self.settings.lease_s, position, version))
             self.breaker.note_lease(ticket.source, (ticket.id, ticket.attempt))
             grants.append(self._grant(ticket))
@@ -137,19 +142,19 @@ class LeaseCommands:
         Nor has it any while it serves a lineage that a resume left: the restored weights, of an earlier step,
         are on their way, and the rest of its answers would be older than was promised.
         """
-        if version == 0:
-            return None
-        if version not in self.state.versions:
+        if version and version not in self.state.versions:
             raise LedgerError(f"version {version} was never registered")
-        if self.state.versions.is_abandoned(version):  # the restored weights reach it in mid-answer
+        if not version or self.state.versions.is_abandoned(version):  # restored weights come in mid-answer
             return None
         return self.state.versions.counted_step(version)
 
-    def _admit(self, served_step: int, now: float) -> tuple[Ticket, int] | None:
+    def _admit(self, replica: str, served_step: int, now: float) -> tuple[Ticket, int] | None:
         """Apply the rules; issue a ticket if none waits. Return the next one to lease, and its position."""
         state, settings = self.state, self.settings
         first, position = state.next_positions()
-        ticket = self.breaker.next_issued(now)
+        others = [number for number, home in self._homes.items() if home != replica]
+        kept = [one for one in others if one in state.tickets and now < state.tickets[one].deadline]
+        ticket = self.breaker.next_issued(now, kept)
         if ticket is None:
             is_let = self.breaker.may_lease_any(now) and self._may_issue()
         else:
@@ -217,13 +222,9 @@ class LeaseCommands:
 
     def renew(self, replica: str, held: Sequence[tuple[int, int]], now: float) -> list[tuple[int, int]]:
         """Extend leases; return the (ticket, attempt) pairs that the replica does not hold any more."""
-        kept, lost = set(), []
         self.placement.see(replica, now, asks=False)
-        for pair in held:
-            if self.holds_lease(replica, *pair):
-                kept.add(pair[0])
-            else:
-                lost.append(pair)
+        kept = {pair[0] for pair in held if self.holds_lease(replica, *pair)}
+        lost = [pair for pair in held if not self.holds_lease(replica, *pair)]
         if kept:
             self._emit(ev.Renewed(tuple(sorted(kept)), now + self.settings.lease_s))
         return lost
@@ -314,6 +315,8 @@ class LeaseCommands:
         if has_failed or has_killed:
             self._emit(ev.Dropped(ticket.id, last.value, True))
         else:
+            if self.settings.keeps_sessions and ticket.partial and reason is not Reissue.FAILED:
+                self._homes[ticket.id] = ticket.replica
             self._emit(ev.Reissued(ticket.id, reason.value))
 
 

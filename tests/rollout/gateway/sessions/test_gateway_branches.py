@@ -268,6 +268,7 @@ def test_an_answer_that_a_branch_takes_while_it_is_asked_for_again_is_trained_be
     assert again.step is Step.AGAIN
     model.say(session, HELLO, answer(first), MORE, answer(old), OTHER)
     new = model.finish(again)
+    assert not any(branch.is_busy for branch in session.branches)
     model.say(session, HELLO, answer(first), MORE, answer(new), MORE)
     assert trained(session) == [[101, 102], [103], [104, 105]]
     assert [one.num_turns for one in session.trajectories(1)] == [2, 1, 2]
