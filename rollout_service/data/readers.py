@@ -102,10 +102,16 @@ def _read_lines(path: Path) -> Iterator[object]:
         lines: Iterable[bytes] = (line for line in file if line.strip())
         for row, line in enumerate(lines):
             try:
-                yield json.loads(line.decode())
+                fields = json.loads(line.decode().rstrip())
+                if b"\\ud" in line.lower():  # pairs are text, and half of one is not: tokenizers raise
+                    json.dumps(fields, ensure_ascii=False).encode()
+                yield fields
             except json.JSONDecodeError as error:
                 raise DataError(
                     f"{path}, row {row}: not JSON: {error.msg} at column {error.colno}"
                 ) from error
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}, row {row}: not UTF-8 at byte {error.start} of its line") from error
+            except UnicodeEncodeError as error:
+                what = f"half of a surrogate pair ({ascii(error.object[error.start])})"
+                raise DataError(f"{path}, row {row}: {what} is no text", hint="Take it out") from error

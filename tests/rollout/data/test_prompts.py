@@ -69,10 +69,20 @@ def test_a_row_that_cannot_be_used_is_named_with_its_file(tmp_path: Path, row: A
     assert message in str(caught.value)
 
 
-def test_broken_json_is_named_with_its_row(tmp_path: Path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "ground_truth": 1}\n{"prompt": \n')
-    with pytest.raises(DataError, match="row 1: not JSON"):
+def test_broken_json_is_named_with_its_row_and_column(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "ground_truth": 1}\n{"prompt": 5\n')
+    with pytest.raises(DataError, match="row 1: not JSON: .* at column 13"):
         read_prompts(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("key", ["prompt", "ground_truth", "data_source"])
+def test_half_of_a_surrogate_pair_is_named_with_its_row(tmp_path: Path, key: str):
+    row = {"prompt": "\U0001f600", "ground_truth": "\\ud83d", "data_source": ""}  # a whole pair is text
+    (first, _) = read_prompts(write_jsonl(tmp_path / "a.jsonl", row, row))
+    assert (first.content, first.ground_truth) == ("\U0001f600", "\\ud83d")
+    path = write_jsonl(tmp_path / "a.jsonl", row, {**row, key: "cut \ud83d"})
+    with pytest.raises(DataError, match=r"row 1: half of a surrogate pair \('\\ud83d'\) is no text"):
+        read_prompts(path)
 
 
 def test_what_is_not_utf8_is_named_with_its_row_however_far_it_stands(tmp_path: Path):
