@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CALL_DEADLINE_S = 10.0
-MAX_TEMPERATURE = 2.0
 
 MakeEngine = Callable[[Config, "PreTrainedTokenizerBase"], Engine]
 """(configuration, tokenizer) -> an engine, not yet started."""
@@ -55,11 +54,8 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
     variant = engine_variant(config.rollout.engines[0])
     variant.prepare(config)  # as early as can be: it takes as long as all the rest of the start
     reward = load_reward(config.reward, run_dir=context.run_dir)
-    parse_lengths(config.rollout.response_tokens)
     named = config.rollout.environment
     episodes = None if named is None else load_environment(named)
-    if max(config.rollout.temperature, config.eval.temperature) > MAX_TEMPERATURE:
-        raise ConfigError(f"engines sample at temperatures up to {MAX_TEMPERATURE:g}", hint="Lower it")
     sources = (*config.data.train, *(config.data.eval or ()))
     for path in (config.model.path, *(source.path for source in sources)):
         if not Path(path).exists():

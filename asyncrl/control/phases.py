@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asyncrl.control.diagnosis.waits import is_scoring
+from asyncrl.control.diagnosis.waits import is_scoring, tell_dropped
 from asyncrl.core.states import RunState, ServiceState
 from asyncrl.core.status.service import BUFFER, LEARNER, ServiceStatus
 from asyncrl.core.status.statuses import Statuses
@@ -49,7 +49,7 @@ def _first_of(statuses: Statuses) -> str:
         return busy
     if engines and not any(engine.state == ServiceState.READY for engine in engines):
         return "the first weights go to the replicas"
-    return ANSWERS_WAIT if is_scoring(statuses) else "the first batch is sampled"
+    return f"{ANSWERS_WAIT if is_scoring(statuses) else 'the first batch is sampled'}{tell_dropped(statuses)}"
 
 
 def _after_training(ranks: Iterable[ServiceStatus], statuses: Statuses) -> str:

@@ -113,5 +113,5 @@ def _read_lines(path: Path) -> Iterator[object]:
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}, row {row}: not UTF-8 at byte {error.start} of its line") from error
             except UnicodeEncodeError as error:
-                what = f"half of a surrogate pair ({ascii(error.object[error.start])})"
+                what = f"half of a surrogate pair ({error.object[error.start]!a})"
                 raise DataError(f"{path}, row {row}: {what} is no text", hint="Take it out") from error

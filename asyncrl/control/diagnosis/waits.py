@@ -110,7 +110,8 @@ def _compare(metrics: Metrics, statuses: Statuses) -> Diagnosis:
         if is_scoring(statuses):
             return Diagnosis("reward", _scoring(statuses), "reward")
         if LEARNER in statuses:
-            return Diagnosis("rollout", "the first batch is being generated", "rollout")
+            why = f"the first batch is being generated{tell_dropped(statuses)}"
+            return Diagnosis("rollout", why, "rollout")
         return Diagnosis("", "nothing was measured yet")
     if (held := _held_up(learner, metrics)) is not None:
         return held
@@ -202,6 +203,14 @@ def is_scoring(statuses: Statuses) -> bool:
     known = [one for one in statuses.told_replicas.values() if one.engine is not None]
     held = sum(one.in_flight_groups for one in known)
     return held > 0 and not any(one.in_flight_requests for one in statuses.engines.values())
+
+
+def tell_dropped(statuses: Statuses) -> str:
+    """Return why groups are dropped while the run's first batch does not fill, nothing while none is."""
+    buffer = statuses.buffer
+    dropped = {} if buffer is None or buffer.trained else buffer.dropped
+    why = ", ".join(sorted(reason for reason, count in dropped.items() if count))
+    return f"; groups are dropped ({why}), see 'asyncrl inspect rollouts --dropped'" if why else ""
 
 
 def _scoring(statuses: Statuses) -> str:

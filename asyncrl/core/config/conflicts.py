@@ -85,6 +85,9 @@ def find_conflicts(config: Root) -> list[Conflict]:
                 "Set data.eval, or eval.every_steps: 0",
             )
         )
+    if config.rollout.group_size == 1 and config.algorithm.drop_constant_groups:
+        keys = "algorithm.drop_constant_groups", "rollout.group_size"
+        conflicts.append(Conflict(keys, f"{keys[0]} drops every group of {keys[1]}: 1", "Set it to false"))
     conflicts.extend(_journal_conflicts(config.buffer))
     conflicts.extend(_find_evaluation_conflicts(config))
     conflicts.extend(_find_environment_conflicts(config))

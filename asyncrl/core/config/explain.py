@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import get_args, get_origin
 
@@ -151,10 +152,9 @@ def _hint(kind: str, value: object, context: Mapping[str, object]) -> str:
 
 def _is_plain(value: str) -> bool:
     try:
-        float(value)
+        return math.isfinite(float(value))
     except ValueError:
         return value.lower() in ("true", "false")
-    return True
 
 
 def _as_clause(message: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from asyncrl.buffer.composition import ledger_settings, max_group_bytes
 from asyncrl.buffer.journals.kind import journal_kind
 from asyncrl.core.config.gpus import memory_share
+from asyncrl.core.config.lengths import parse_lengths
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import engine_facts, function
@@ -251,6 +252,14 @@ def check_models_of_engines(config: Config) -> Iterator[str]:
                 yield f"model.path: {why}; use rollout.engine: vllm, or rows that are no longer"
 
 
+def check_forced_lengths(config: Config) -> Iterator[str]:
+    """Say if `rollout.response_tokens` is no distribution."""
+    try:
+        parse_lengths(config.rollout.response_tokens)
+    except ConfigError as error:
+        yield _line("rollout.response_tokens", error)
+
+
 def check_quantized_experts(config: Config) -> Iterator[str]:
     """Say if experts are to be quantised: engines have that for linear layers alone."""
     kind, size = config.rollout.quantization, read_size(config)
@@ -272,6 +281,7 @@ PORTABLE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_buffer,
     check_cuts_of_named_models,
     check_cut_of_engine,
+    check_forced_lengths,
     check_heads,
     check_long_rows,
     check_models_of_engines,

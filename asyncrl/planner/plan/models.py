@@ -114,6 +114,8 @@ def _check_model(key: str, path: str, config: Config) -> Iterator[str]:
     except (OSError, ValueError, TypeError) as error:
         yield f"{key}: '{config_file}' cannot be read: {error}"
         return
+    if table.get("quantization_config"):
+        yield f"{key}: '{path}' holds quantised weights; name the model that they were made of"
     has_head = key == "model.path"  # a critic's head gives a value instead, and starts from zero
     if problem := find_bad_weights(Path(path), dict(tensor_shapes(table, has_head))):
         yield f"{key}: {problem}"

@@ -6,11 +6,12 @@ the user's is run: files are parsed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
-from asyncrl.core.variants import function
+from asyncrl.core.variants import engine_facts, function
 from asyncrl.planner.plan.sources import is_file_function, missing_function, missing_import
 
 
@@ -80,8 +81,19 @@ def check_environment_file(config: Config) -> Iterator[str]:
 
 
 def check_gateway(config: Config) -> Iterator[str]:
-    """Say which parser of the gateway is not known."""
+    """Say which parser of the gateway is not known, or that anybody could reach it."""
     yield from function("rollout_service.gateway.parsers:find_problems")(config)
+    if config.rollout.gateway is not None:
+        read_key, host = function("rollout_service.gateway.keys:read_key"), config.launcher.host
+        yield from _refusals("rollout.gateway", read_key, os.environ, host or "127.0.0.1")
+
+
+def check_engines(config: Config) -> Iterator[str]:
+    """Say what an engine lacks on this machine, where its replicas are for certain."""
+    for engine, of_engine in config.by_engine.items():
+        look = engine_facts(engine).missing_here
+        if look and not config.launcher.is_cluster and (why := function(look)(of_engine.rollout.engine_args)):
+            yield f"rollout.engine: {why}; 'asyncrl doctor' says how to install it"
 
 
 def _refusals(key: str, check: Callable[..., object], *arguments: object) -> Iterator[str]:

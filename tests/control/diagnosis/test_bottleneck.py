@@ -164,3 +164,10 @@ def test_an_obstacle_is_told_in_the_words_of_its_service_before_any_guess() -> N
     assert diagnose({}, up(), [nobody]).why == "no agent asks", "and not that rewards are slow"
     hindrance = replace(nobody, blocks=False)
     assert diagnose(idle(0.0, 0.6), up(), [hindrance]).who == "learner"
+
+
+def test_a_first_batch_whose_groups_are_dropped_says_so() -> None:
+    dropping = up(buffer_0={"dropped": {"zero_variance": 40}})
+    why = "the first batch is being generated; groups are dropped (zero_variance), see "
+    assert diagnose({}, dropping).why.startswith(why)
+    assert "dropped" not in diagnose({}, up(buffer_0={"dropped": {"zero_variance": 40}, "trained": 8})).why

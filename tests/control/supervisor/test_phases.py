@@ -11,6 +11,7 @@ from tests.statuses import statuses_of
 LEARNER = {"state": "READY", "step": 100, "resumed_step": 100}
 READY = {"state": "READY"}
 SAMPLED = "the first batch is sampled"
+DROPPED = f"{SAMPLED}; groups are dropped (zero_variance), see 'asyncrl inspect rollouts --dropped'"
 UP = {"buffer.0": {"state": "READY"}, "learner.0": LEARNER, "rollout.0": {"state": "READY"}}
 
 
@@ -29,6 +30,8 @@ UP = {"buffer.0": {"state": "READY"}, "learner.0": LEARNER, "rollout.0": {"state
         (UP, SAMPLED),
         ({**UP, "rollout.0": {**READY, "in_flight_groups": 2, "in_flight_requests": 1}}, SAMPLED),
         ({**UP, "rollout.0": {**READY, "in_flight_groups": 2, "in_flight_requests": 0}}, ANSWERS_WAIT),
+        ({**UP, "buffer.0": {**READY, "dropped": {"zero_variance": 9, "data_error": 0}}}, DROPPED),
+        ({**UP, "buffer.0": {**READY, "dropped": {"zero_variance": 9}, "trained": 1}}, SAMPLED),
         ({**UP, "learner.0": {**LEARNER, "step": 101}}, ""),
         (
             {"learner.0": {**LEARNER, "step": 9, "resumed_step": 0}, "rollout.0": {"state": "STARTING"}},

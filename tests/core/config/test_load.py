@@ -105,7 +105,24 @@ def test_a_section_whose_keys_are_all_commented_out_has_its_defaults(write):
             "a.yaml:4:18: learner.steps is 1000.0, but must be a whole number. Write 1000",
         ),
         ("learner: {lr: .nan}\n", "a.yaml:4:15: learner.lr is NaN, but must be a finite number"),
+        *[
+            (f"learner: {{lr: {word}}}\n", f"a.yaml:4:15: learner.lr is '{word}', but must be a number\n")
+            for word in ("nan", "inf")
+        ],
+        (
+            "rollout: {temperature: 2.5}\n",
+            "a.yaml:4:24: rollout.temperature is 2.5, but must be 2.0 or less",
+        ),
+        ("eval: {temperature: 3}\n", "a.yaml:4:21: eval.temperature is 3, but must be 2.0 or less"),
+        *[
+            (
+                f"launcher: {{host: {host}}}\n",
+                f"a.yaml:4:18: launcher.host is '{host}', but must be the IPv4 address of one interface",
+            )
+            for host in ("localhost", "0.0.0.0")
+        ],
         ("learner: 3\n", "a.yaml:4:10: learner is 3, but must be a section of keys and values"),
+        (f"run: {{seed: {2**63}}}\n", f"a.yaml:4:13: run.seed is {2**63}, but must be less than {2**63}"),
         ("learner: {steps: 0}\n", "a.yaml:4:18: learner.steps is 0, but must be 1 or more"),
         ("run: {name: 12}\n", 'a.yaml:4:13: run.name is 12, but must be text. Write it in quotes: "12"'),
         (
@@ -186,7 +203,7 @@ def test_a_section_whose_keys_are_all_commented_out_has_its_defaults(write):
     ],
 )
 def test_a_problem_names_its_place_the_value_and_what_to_write(write, text, problem):
-    assert problem in "\n".join(problems_of(write(GOOD + text)))
+    assert problem in "".join(f"{one}\n" for one in problems_of(write(GOOD + text)))
 
 
 @pytest.mark.parametrize("key", MOVED)

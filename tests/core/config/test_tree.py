@@ -26,6 +26,13 @@ def test_a_tree_made_in_code_is_checked_for_conflicts_too():
         Config(**REQUIRED, learner={"groups_per_step": 16, "minibatches": 3})
 
 
+def test_groups_of_one_are_not_dropped_for_equal_rewards_as_every_one_would_be():
+    one = REQUIRED | {"rollout": {"group_size": 1}}
+    with pytest.raises(ValidationError, match="drops every group"):
+        Config(**one)
+    Config(**one, algorithm={"drop_constant_groups": False})
+
+
 def test_a_configuration_cannot_be_changed():
     config = Config(**REQUIRED)
     with pytest.raises(ValidationError, match="frozen"):

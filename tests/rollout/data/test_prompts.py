@@ -71,7 +71,7 @@ def test_a_row_that_cannot_be_used_is_named_with_its_file(tmp_path: Path, row: A
 
 def test_broken_json_is_named_with_its_row_and_column(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "x", "ground_truth": 1}\n{"prompt": 5\n')
-    with pytest.raises(DataError, match="row 1: not JSON: .* at column 13"):
+    with pytest.raises(DataError, match=r"row 1: not JSON: .* at column 13"):
         read_prompts(tmp_path / "a.jsonl")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from ipaddress import IPv4Address
 from typing import Annotated, Literal
@@ -62,10 +63,11 @@ def check_host(host: str | None) -> str | None:
     """Raise ValueError unless `host` is an IPv4 address that others can connect to."""
     if host is None:
         return None
-    address = IPv4Address(host)
-    if address.is_unspecified or address.is_multicast:
-        raise ValueError("the address of one interface, which other services can connect to")
-    return host
+    with contextlib.suppress(ValueError):
+        address = IPv4Address(host)
+        if not address.is_unspecified and not address.is_multicast:
+            return host
+    raise ValueError("the IPv4 address of one interface, which other services can connect to")
 
 
 LOCAL = "local"

@@ -11,6 +11,9 @@ from asyncrl.core.config.reading.problems import suggest
 from asyncrl.core.config.sections.section import Count, NonNegative, Seconds, Section, Text, refuse
 from asyncrl.core.variants import EngineName, engine_names
 
+MAX_TEMPERATURE = 2.0
+"""Engines sample at no higher one."""
+
 
 class GatewaySection(Section):
     """An OpenAI-compatible endpoint in each replica, for agents that bring their own loop (docs/gateway.md).
@@ -162,7 +165,7 @@ class RolloutSection(Section):
     """[trajectories] Trajectories sampled for each prompt."""
     max_tokens: Count = 1024
     """[tokens] Most tokens of an answer; with an environment, of all turns together."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0, le=MAX_TEMPERATURE)] = 1.0
     """[1] Sampling temperature; the learner applies the same."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """Whether the KV cache of running answers is recomputed or kept when weights change."""
@@ -232,5 +235,5 @@ class EvalSection(Section):
     """[trajectories] Answers to each prompt."""
     replicas: Count = 1
     """[replicas] Most replicas that work on one evaluation."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 1.0
     """[1] Sampling temperature; 0 takes the most likely token."""

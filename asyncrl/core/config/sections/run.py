@@ -31,7 +31,7 @@ class RunSection(Section):
     """Name of the run, in `asyncrl status` and of its folder. For example: gsm8k_small"""
     dir: Text = "runs"
     """Folder of all runs; each has a subfolder."""
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """[1] Seed of the prompt order, of sampling, and of newly initialised weights."""
     record: bool = False
     """Whether trained batches are kept for `asyncrl replay`."""

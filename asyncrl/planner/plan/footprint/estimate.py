@@ -65,6 +65,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     names.check_reward_files,
     names.check_environment_file,
     names.check_gateway,
+    names.check_engines,
     lambda config: check_resources(config, machine.count_replicas(config)),
     machine.check_limits,
     machine.check_host,
