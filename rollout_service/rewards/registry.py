@@ -111,7 +111,7 @@ def _registered(name: str, entry: RewardPart, facts: RewardFacts) -> Part:
 def _explainer(fn: str) -> Callable[[Answer], Reason] | None:
     """Return why a registered rule gives zero: a rule that returns has read the answer, and it is wrong."""
     facts = REWARDS.get(fn)
-    if facts is None or not facts.function:
+    if facts is None or not (facts.function or facts.part):
         return None
     find = function(facts.answer) if facts.answer and not facts.is_pooled else None
 

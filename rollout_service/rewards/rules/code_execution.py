@@ -20,7 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.core.errors import ConfigError
-from rollout_service.rewards.score import Answer, RewardError
+from asyncrl.core.experience import CUT_REASONS
+from asyncrl.core.states import Reason
+from rollout_service.rewards.score import Answer, RewardError, Score
 from rollout_service.sandbox.contract import Command, Completed, SandboxFailed
 from rollout_service.sandbox.local import LocalSandbox, make_sandboxes
 
@@ -105,7 +107,7 @@ class CodeExecution:
     async def start(self) -> None:
         """Nothing is needed."""
 
-    async def value(self, answer: Answer) -> float:
+    async def value(self, answer: Answer) -> Score:
         """Return the number. Raises RewardError: the row has no tests, or the sandbox failed."""
         try:
             tests = find_tests(answer.prompt.ground_truth)
@@ -114,7 +116,9 @@ class CodeExecution:
             raise RewardError(what, kind="refused") from error
         blocks = BLOCK.findall(answer.response)
         if not blocks:
-            return 0.0
+            return Score(
+                0.0, reason=Reason.TRUNCATED if answer.finish_reason in CUT_REASONS else Reason.NO_ANSWER
+            )
         box = self._sandboxes.create()
         box.write({FILE: blocks[-1].encode("utf-8", "replace")})
         try:
@@ -122,7 +126,7 @@ class CodeExecution:
         except SandboxFailed as error:
             what = f"the reward '{self.name}' (row {answer.prompt.row}): {error.message}"
             raise RewardError(what, kind="died") from error
-        return num_passed / len(tests) if self._continuous else float(num_passed == len(tests))
+        return Score(num_passed / len(tests) if self._continuous else float(num_passed == len(tests)))
 
     async def close(self) -> None:
         """Nothing was started."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ import pytest
 from asyncrl.core.errors import ConfigError
 from rollout_service.data.prompts import Prompt
 from rollout_service.rewards.rules import code_execution
-from rollout_service.rewards.rules.code_execution import CodeExecution
 from rollout_service.rewards.score import RewardError
 from rollout_service.sandbox import local
 from tests.rollout.rewards.judging import answer, judge, reward_of
@@ -25,8 +24,9 @@ CALLS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, [7]], "fn_name": "add"}
 
 def value(code: str, ground_truth: object, **arguments: Any) -> float:
     response = f"First:\n```python\nraise\n```\nBetter:\n```python\n{code}\n```\n"
-    part = CodeExecution("code", **{"test_deadline_s": 60.0, **arguments})
-    return asyncio.run(part.value(answer(response, Prompt(7, "?", ground_truth, "code", {}))))
+    reward = reward_of({"fn": "code_execution", "test_deadline_s": 60.0, **arguments})
+    asked = answer(response, Prompt(7, "?", ground_truth, "code", {}))
+    return judge(reward, lambda total: total.score(asked)).value
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,19 @@ def test_tests_beyond_the_deadline_have_failed(monkeypatch: pytest.MonkeyPatch) 
     assert value(late, PAIRS, continuous=True, deadline_s=1.0) == 0.5
 
 
-def test_no_program_is_no_reward() -> None:
-    part = CodeExecution("code")
-    assert asyncio.run(part.value(answer(SUM, Prompt(7, "?", PAIRS, "code", {})))) == 0.0
+@pytest.mark.parametrize(
+    ("response", "ended", "reason"),
+    [
+        (SUM, "stop", "no_answer"),
+        (SUM, "length", "truncated"),
+        ("```python\nprint(0)\n```", "stop", "wrong_answer"),
+        ("```python\nprint(0)\n```\nThat", "length", "truncated"),
+    ],
+)
+def test_no_program_is_no_reward_and_each_zero_has_its_reason(response: str, ended: str, reason: str) -> None:
+    asked = replace(answer(response, Prompt(7, "?", PAIRS, "code", {})), finish_reason=ended)
+    score = judge(reward_of("code_execution"), lambda total: total.score(asked))
+    assert (score.value, score.reason, score.parts) == (0.0, reason, {"code_execution": 0.0})
 
 
 @pytest.mark.parametrize(
