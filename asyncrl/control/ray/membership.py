@@ -51,9 +51,12 @@ def join(address: str, namespace: str) -> None:
     import ray.exceptions
 
     set_up_ray()
+    host, _, port = address.rpartition(":")
     try:
+        if host and _refuses(host, int(port)):  # Ray would try for a quarter of an hour
+            raise ConnectionRefusedError("nothing listens there")
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         is_refused = "AuthenticationError" in f"{error!r} {error.__cause__}"  # of which it holds the text
         raise ConfigError(
             f"launcher.ray: this machine cannot join the Ray cluster at {address}: {lines_of(error)[0]}",

@@ -8,12 +8,13 @@ import threading
 import time
 
 import pytest
+import ray
 
 from asyncrl.cli.run import wait_for_nodes
 from asyncrl.control.ray import membership
 from asyncrl.control.ray.bootstrap import LOST_AFTER, is_open, watching
 from asyncrl.control.ray.placement import Node
-from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.core.errors import ConfigError, DeadlineExceeded
 
 
 def test_a_cluster_is_gone_after_many_silent_pulses_in_a_row_and_not_before() -> None:
@@ -42,6 +43,22 @@ def test_a_control_store_that_listens_is_told_from_one_that_is_gone() -> None:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         assert is_open(address)
     assert not is_open(address)
+
+
+def test_a_cluster_is_not_waited_for_where_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[object] = []
+    monkeypatch.setattr(ray, "init", lambda **asked: joined.append(asked["address"]))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        membership.join(address, "test")
+        assert joined == [address]
+    with pytest.raises(
+        ConfigError, match=rf"cannot join the Ray cluster at {address}: nothing listens there"
+    ):
+        membership.join(address, "test")
+    with pytest.raises(ConfigError, match=r"cannot join the Ray cluster at nowhere\.invalid:6379"):
+        membership.join("nowhere.invalid:6379", "test")
+    assert joined == [address]
 
 
 def test_nodes_are_waited_for_and_those_that_came_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
