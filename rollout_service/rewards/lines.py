@@ -189,7 +189,9 @@ def _reading(source: str) -> Iterator[Iterator[bytes]]:
 def _writing(target: str) -> Iterator[IO[str]]:
     """Yield a file that becomes the target at the end of the block, if nothing is raised in it."""
     if target == STANDARD:
-        with tempfile.SpooledTemporaryFile(SPOOL_BYTES, "w+", encoding="utf-8", newline="") as spool:
+        with tempfile.SpooledTemporaryFile(
+            SPOOL_BYTES, "w+", encoding="utf-8", errors="backslashreplace", newline=""
+        ) as spool:
             yield spool
             spool.seek(0)
             shutil.copyfileobj(spool, sys.stdout)
@@ -197,7 +199,7 @@ def _writing(target: str) -> Iterator[IO[str]]:
         return
     aside = Path(target).with_name(f".{Path(target).name}.{os.getpid()}")
     try:
-        with open(aside, "x", encoding="utf-8", newline="") as file:
+        with open(aside, "x", encoding="utf-8", errors="backslashreplace", newline="") as file:
             yield file
         aside.replace(target)
     finally:

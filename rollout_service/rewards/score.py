@@ -147,7 +147,7 @@ def checked_score(name: str, value: object) -> Score:
     """
     reason = ""
     if isinstance(value, Mapping):  # verl's functions may return {"score": ..., "acc": ...}
-        said, value = value.get("reason"), value.get("score")
+        said, value = value.get("reason"), value.get("score", value)
         reason = as_reason(said) if isinstance(said, str) else ""
     if reason in FAILURES:
         raise RewardError(f"the reward '{name}' says that it failed: {reason}", reason=Reason(reason))

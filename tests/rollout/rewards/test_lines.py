@@ -45,6 +45,12 @@ def test_every_line_keeps_its_fields_and_order_and_gets_a_score(tmp_path: Path):
     assert "é" in target.read_text()
 
 
+def test_a_response_that_is_no_text_is_written_as_it_was_read(tmp_path: Path):
+    source, target = write_lines(tmp_path, [LINES[0] | {"response": "cut \ud83d"}]), tmp_path / "out.jsonl"
+    assert score_lines(["exact_match"], str(source), str(target)) == 1
+    assert read_lines(target) == [LINES[0] | {"response": "cut \ud83d", "score": 0.0}]
+
+
 def test_several_rewards_add_their_parts(tmp_path: Path):
     source = write_lines(tmp_path, LINES[:1])
     rewards = ["gsm8k", "{fn: format, weight: 0.5, name: marked, pattern: '#+ .*'}"]

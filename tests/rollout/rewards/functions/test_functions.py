@@ -158,6 +158,11 @@ def test_what_is_no_finite_number_is_a_reward_error(value: Any, kind: str):
     assert caught.value.kind == kind
 
 
+def test_a_mapping_without_a_score_is_shown_as_it_was_returned():
+    with pytest.raises(RewardError, match=r"returned a dict \(\{'acc': 1\.0\}\), not a number"):
+        BoundFunction("odd", lambda response, ground_truth: {"acc": 1.0})(answer())
+
+
 def test_a_function_that_raises_is_a_reward_error_that_names_the_row():
     def score(response: str, ground_truth: str) -> float:
         raise KeyError("x")
