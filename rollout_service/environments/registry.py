@@ -117,7 +117,10 @@ def check_registered(environment: EnvironmentSection) -> None:
         raise _unknown(name)
     _bind(name, arguments)
     if not BUILT_IN[name].needs_library:
-        BUILT_IN[name].make(**arguments)
+        try:
+            BUILT_IN[name].make(**arguments)
+        except (AttributeError, TypeError) as error:
+            raise ConfigError(f"an argument of '{name}' is of another type than it takes: {error}") from error
 
 
 def check_file(environment: EnvironmentSection) -> None:

@@ -53,6 +53,13 @@ def test_what_is_wrong_with_it_is_said_with_its_place(change: str, problem: str)
         load_config(TOOL_PRODUCT, [change])
 
 
+@pytest.mark.parametrize("given", ["tools: 5", "tools: [5]", "tools: {python: 5}", "sandbox: 5", "call: 5"])
+def test_an_argument_of_another_type_is_refused_by_name(given: str, tmp_path: Path):
+    config = load_local(tmp_path, f"rollout.environment={{name: tools, {given}}}")
+    with pytest.raises(ConfigError, match=r"rollout\.environment: an argument of 'tools' is of another type"):
+        check(config)
+
+
 def test_a_file_is_found_from_where_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("guess.py").write_text("class Guess: ...\n")
