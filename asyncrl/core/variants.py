@@ -125,7 +125,6 @@ class EngineFacts:
         records_experts: Whether it says which experts each token was sent to, for `rollout.router_replay`.
         one_gpu: Why a replica has one GPU at most; empty where the engine is cut over several.
         unfit_model: `module:function` of (`config.json`, tokens of a row) that tells why it cannot run it.
-        missing_here: The same of its `rollout.engine_args`, that tells what it lacks on this machine.
     """
 
     title: str
@@ -144,7 +143,6 @@ class EngineFacts:
     one_gpu: str = ""
     merges_adapters: bool = False
     unfit_model: str = ""
-    missing_here: str = ""
     records_experts: bool = False
 
     def find_deterministic_mode(self) -> str:

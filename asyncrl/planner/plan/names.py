@@ -89,11 +89,12 @@ def check_gateway(config: Config) -> Iterator[str]:
 
 
 def check_engines(config: Config) -> Iterator[str]:
-    """Say what an engine lacks on this machine, where its replicas are for certain."""
-    for engine, of_engine in config.by_engine.items():
-        look = engine_facts(engine).missing_here
-        if look and not config.launcher.is_cluster and (why := function(look)(of_engine.rollout.engine_args)):
-            yield f"rollout.engine: {why}; 'asyncrl doctor' says how to install it"
+    """Say which engine's own environment is not on this machine, where its replicas are for certain."""
+    for name, of_engine in config.by_engine.items():
+        if engine_facts(name).environment and not config.launcher.is_cluster:
+            interpreter = function(f"rollout_service.engine.{name}.process:interpreter")
+            if not os.access(python := interpreter(of_engine.rollout.engine_args), os.X_OK):
+                yield f"rollout.engine: there is no {python} for {name}; 'asyncrl doctor' says how to make it"
 
 
 def _refusals(key: str, check: Callable[..., object], *arguments: object) -> Iterator[str]:

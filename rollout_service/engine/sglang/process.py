@@ -26,7 +26,6 @@ from rollout_service.engine.sglang.messages import Answer, Ask, Channel, Failed,
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 """The interpreter that `make setup LIST=sglang` makes."""
-HINT = "Run make setup LIST=sglang, or name another in rollout.engine_args: {python: ...}"
 MODULE = "rollout_service.engine.sglang.child"
 STAND_INS = Path(__file__).parent / "stand_ins"
 END_S = 10.0
@@ -67,8 +66,9 @@ class ChildProcess:
 
     async def start(self) -> None:
         """Start the child. Raises EngineError without an interpreter that could run it."""
-        if missing := find_missing({"python": self._python}):
-            raise EngineError(missing, hint=HINT)
+        hint = "Run make setup LIST=sglang, or name another in rollout.engine_args: {python: ...}"
+        if not os.access(self._python, os.X_OK):
+            raise EngineError(f"there is no interpreter for SGLang at {self._python}", hint=hint)
         ours, theirs = socket.socketpair()
         self._folder = tempfile.mkdtemp(prefix="asyncrl-sglang-")
         inherited = {
@@ -177,9 +177,3 @@ class ChildProcess:
 def interpreter(engine_args: Mapping[str, object]) -> Path:
     """Return the Python of SGLang's environment."""
     return Path(str(engine_args.get("python", PYTHON)))
-
-
-def find_missing(engine_args: Mapping[str, object]) -> str:
-    """Say if there is no such interpreter."""
-    is_there = os.access(python := interpreter(engine_args), os.X_OK)
-    return "" if is_there else f"there is no interpreter for SGLang at {python}"

@@ -86,7 +86,6 @@ VARIANT = SglangVariant(
     },
     logprob_tolerance=1e-5,
     environment="sglang",
-    missing_here="rollout_service.engine.sglang.process:find_missing",
     core_bytes=2100 * 10**6,
     one_gpu="loads and probes run in one of its processes, and could not be judged on all at once",
     unfit_model=f"{windows.__name__}:find_ignored_window",

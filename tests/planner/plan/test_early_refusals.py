@@ -43,7 +43,7 @@ def problems_of(values: dict[str, Any]) -> list[str]:
         ),
         (
             {"rollout": {"engine": "sglang", "engine_args": {"python": "/nowhere/python"}}},
-            "rollout.engine: there is no interpreter for SGLang at /nowhere/python",
+            "rollout.engine: there is no /nowhere/python for sglang",
         ),
         (
             {"rollout": {"gateway": {"port": 0}}, "launcher": {"host": "192.0.2.1"}},
