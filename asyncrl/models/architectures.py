@@ -190,6 +190,13 @@ def find_unsupported(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         yield f"rope_type '{rope_type}' is not supported", f"Supported: {', '.join(ROPE_TYPES)}"
 
 
+def find_router_problem(table: Mapping[str, object]) -> str:
+    """Return why routers, if not by a softmax over experts, cannot have losses; empty if they can."""
+    family = FAMILIES.get(str(table.get("model_type")), Family())
+    is_known = family.experts is not None and any(table.get(key) for key in EXPERT_KEYS)
+    return "" if is_known else "the model has no experts, or how their router scores them is not known here"
+
+
 def _find_foreign(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield (problem, hint) for features that would be left out without any sign of it."""
     kind, hint = table.get("model_type"), "No record of a family can say that"

@@ -40,11 +40,15 @@ class Totals:
         num_tokens: Tokens of the loss before any was masked for its age or rejected.
         num_rows: Episodes with at least one such token: rows, where none was forked.
         num_trained: Tokens whose mask is 1.
+        num_positions: All tokens, of prompts too.
+        num_packed_rows: All rows.
     """
 
     num_tokens: float
     num_rows: float
     num_trained: float
+    num_positions: float = 0.0
+    num_packed_rows: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -431,6 +435,8 @@ def count_totals(batch: PackedBatch) -> Totals:
         num_tokens=float(batch.counted_N.sum()),
         num_rows=float(len(batch.episode_R[per_row > 0].unique())),
         num_trained=float(batch.loss_mask_N.sum()),
+        num_positions=float(batch.num_tokens),
+        num_packed_rows=float(batch.num_rows),
     )
 
 

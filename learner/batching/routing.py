@@ -5,7 +5,8 @@ router has its gradient; elsewhere the router's own. A reference policy and a cr
 their weights are others, and a model that is forced onto experts that it would not take is none that exists.
 Invariant: a recorded row whose set is the router's own changes no bit.
 
-Shapes: N positions that a model computes, P packed positions, L layers, K active experts, E experts.
+Shapes: N positions that a model computes, P packed positions, S runs of positions in the same rows, R rows,
+L layers, K active experts, E experts.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from asyncrl.core.errors import DataError
 from learner.attention.prefix_tree import PrefixTree
 from learner.batching.batch import PackedBatch
 
-_NUM_SUMS = 5
+_NUM_SUMS = 8
 """Of a router, behind the positions of each expert: entropy, positions, those that the sampler read, those
-with a recorded row, and those where it differs from the router's own choice."""
+with a recorded row, those where it differs from the router's own choice, and the three of its losses."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +33,21 @@ class Routing:
     Attributes:
         count_N: Packed positions that each stands for: 0 of padding, several of a shared prompt. Whole
             numbers: FSDP2 rounds real ones to the dtype of a layer.
+        run_N: The run of each; that of padding is in no row.
+        length_R: Tokens of each row, on all ranks.
         experts_NLK: The recorded experts, -1 where there are none; None if nowhere.
         read_N: Of `count_N` those that the sampler read: all but the last of each row.
+        is_in_SR: Whether a run is in a row; None where each is a row of its own.
+        factors: Of the losses of routers, of a row and of a token; None of a pass without them.
     """
 
     count_N: torch.Tensor
+    run_N: torch.Tensor
+    length_R: torch.Tensor
     experts_NLK: torch.Tensor | None = None
     read_N: torch.Tensor | None = None
+    is_in_SR: torch.Tensor | None = None
+    factors: tuple[float, float] | None = None
 
     @staticmethod
     def of_rows(
@@ -47,12 +56,13 @@ class Routing:
         """Return that of the positions `own_N` of packed rows; those behind the last row are padding."""
         num_tokens = cu_seqlens[-1]
         is_padding_N = own_N >= num_tokens
-        count_N = (~is_padding_N).long()
+        count_N, bounds = (~is_padding_N).long(), torch.tensor(cu_seqlens)
+        known = count_N, torch.searchsorted(bounds[1:], own_N, right=True), bounds.diff()
         if experts_PLK is None:
-            return Routing(count_N)
+            return Routing(*known)
         experts_NLK = _none(own_N, experts_PLK)
         experts_NLK[~is_padding_N] = experts_PLK[own_N[~is_padding_N]]
-        return Routing(count_N, experts_NLK, count_N * ~torch.isin(own_N, _last_positions(cu_seqlens)))
+        return Routing(*known, experts_NLK, count_N * ~torch.isin(own_N, _last_positions(cu_seqlens)))
 
     @staticmethod
     def of_tree(
@@ -60,18 +70,23 @@ class Routing:
     ) -> Routing:
         """Return that of a tree, whose positions have the same recorded experts in each of their rows."""
         count_N = torch.bincount(tree.tree_from_N, minlength=tree.num_tokens)
+        run_N = torch.repeat_interleave(torch.tensor([one.end - one.start for one in tree.segments]))
+        length_R = torch.tensor(cu_seqlens).diff()
+        is_in_SR = torch.zeros(len(tree.segments), len(length_R), dtype=torch.bool)
+        is_in_SR[run_N[tree.tree_from_N], torch.repeat_interleave(length_R)] = True
         if experts_PLK is None:
-            return Routing(count_N)
+            return Routing(count_N, run_N, length_R, is_in_SR=is_in_SR)
         experts_NLK = _none(count_N, experts_PLK)
         experts_NLK[tree.tree_from_N] = experts_PLK
         assert experts_NLK[tree.tree_from_N].equal(experts_PLK), "rows that are routed apart share a position"
         last_N = torch.bincount(tree.tree_from_N[_last_positions(cu_seqlens)], minlength=tree.num_tokens)
-        return Routing(count_N, experts_NLK, count_N - last_N)
+        return Routing(count_N, run_N, length_R, experts_NLK, count_N - last_N, is_in_SR)
 
     def chunk(self, num_parts: int, part: int) -> Routing:
         """Return that of one of `num_parts` equal parts of the positions."""
-        values = (self.count_N, self.experts_NLK, self.read_N)
-        return Routing(*(None if value is None else value.chunk(num_parts)[part] for value in values))  # type: ignore[arg-type]
+        names = ("count_N", "run_N", "experts_NLK", "read_N")
+        values = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return dataclasses.replace(self, **{name: x.chunk(num_parts)[part] for name, x in values.items()})
 
 
 def _last_positions(cu_seqlens: Sequence[int]) -> torch.Tensor:
@@ -123,16 +138,19 @@ class RouterTally:
         is_chosen_NE: torch.Tensor,
         routing: Routing,
         recorded: Recorded | None,
+        losses: torch.Tensor | None = None,
     ) -> None:
-        """Add the positions of a pass."""
+        """Add the positions of a pass; `losses` are the sums of `router_losses.attach`."""
         count_N = routing.count_N.float()
         logprobs_NE = logits_NE.float().log_softmax(-1)
         entropy = -(logprobs_NE.exp() * logprobs_NE).sum(-1) @ count_N
-        sums = [entropy, count_N.sum(), *[count_N.new_zeros(())] * 3]
+        sums = [entropy, count_N.sum(), *count_N.new_zeros(_NUM_SUMS - 2)]
         if recorded is not None and routing.read_N is not None:
             sums[2] = routing.read_N.float().sum()
             sums[3] = recorded.is_there_N.float() @ count_N
             sums[4] = recorded.is_flipped_N.float() @ count_N
+        if losses is not None:
+            sums[5:] = losses
         found = torch.cat([count_N @ is_chosen_NE.float(), torch.stack(sums)])
         self._sums = found if self._sums is None else self._sums + found
 
@@ -144,7 +162,7 @@ class RouterTally:
 
 def describe_routers(sums_LS: torch.Tensor) -> dict[str, float]:
     """Return the metrics of all layers' routers, from their sums over all ranks."""
-    load_LE, entropy_L, positions_L, read_L, recorded_L, flipped_L = sums_LS.split(
+    load_LE, entropy_L, positions_L, read_L, recorded_L, flipped_L, *losses = sums_LS.split(
         [sums_LS.shape[1] - _NUM_SUMS, *[1] * _NUM_SUMS], dim=1
     )
     is_met_L = positions_L[:, 0] > 0
@@ -160,6 +178,10 @@ def describe_routers(sums_LS: torch.Tensor) -> dict[str, float]:
     if read_L.any():
         metrics["actor/router_flip_rate"] = float(flipped_L.sum() / recorded_L.sum().clamp(min=1))
         metrics["actor/router_unrecorded"] = 1.0 - float(recorded_L.sum() / read_L.sum())
+    balance, square, num_rows = (float(sums_L.sum()) for sums_L in losses)
+    if num_rows:
+        metrics["actor/router_aux_loss"] = balance / num_rows
+        metrics["actor/router_z_loss"] = square / float(positions_L.sum())
     return metrics
 
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from asyncrl.core.config.tree import LearnerSection
 from learner.algorithms.learning_rate import schedule_lr
 from learner.batching.batch import PackedBatch, Totals, restore_order
+from learner.batching.router_losses import weigh
 from learner.batching.routing import Routing, forget_routes
 from learner.batching.shared_prompts import SharedRows, plan_shared, share_prompts
 from learner.checkpoint.snapshot import Snapshot
@@ -162,7 +163,7 @@ class Engine:
         """Add the gradient of `scale` times the loss; return the metrics of the whole minibatch."""
         collected: list[Mapping[str, torch.Tensor]] = []
         for microbatch, inputs in self._microbatches(minibatch):
-            outputs: Sequence[torch.Tensor] = self._module(*inputs)
+            outputs: Sequence[torch.Tensor] = self._module(*self._weigh(microbatch, inputs, scale))
             if microbatch is None:
                 loss = torch.stack([output.sum() * 0.0 for output in outputs]).sum()
             else:
@@ -221,6 +222,15 @@ class Engine:
         token = torch.zeros(1, dtype=torch.long, device=device)
         for _ in range(int(count) - len(microbatches)):
             yield None, (token, token, self._lay_out((0, 1)))
+
+    def _weigh(self, microbatch: PackedBatch | None, inputs: Inputs, scale: float) -> Inputs:
+        """Return the inputs with `scale` times the losses of routers, if there are any."""
+        tokens, labels, rows = inputs
+        factors = None if self._routers is None else self._routers.factors
+        if factors is None or microbatch is None or rows.routing is None:
+            return inputs
+        routing = weigh(rows.routing, factors, microbatch.totals, scale)
+        return tokens, labels, dataclasses.replace(rows, routing=routing)
 
     def _pack(self, microbatch: PackedBatch, sent: PackedBatch) -> Inputs:
         """Return the inputs of its rows as they are."""

@@ -79,6 +79,8 @@ class RankedModel:
                 routers = attach_routers(
                     root.model, layers, is_packed=root.ways.is_packed, is_compiled=config.compile
                 )
+                if not is_frozen:
+                    routers.read_losses(config, root.model)
             sharded = shard_module(root, layers, self._group, _make_sharding(config, self._dtype))
             named = root.named_hf_parameters()
             parameters = describe_parameters(named, self._group, weights.stored_names)

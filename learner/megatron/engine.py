@@ -25,6 +25,7 @@ from asyncrl.core.config.tree import LearnerSection, LoraSection
 from learner.algorithms.learning_rate import schedule_lr
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, Totals, restore_order
+from learner.batching.router_losses import read_factors
 from learner.checkpoint import pretrained
 from learner.checkpoint.snapshot import Snapshot
 from learner.guard.hooks import MakeRoom, StepGate
@@ -109,6 +110,9 @@ class Engine:
                 wrapped = self._prepare_updates()
             self._schedule = make_schedule(wrapped, self._transformer, self._groups, config, model_path)
             self.shares_prompts = self._schedule.shares_prompts
+            if kind == "policy" and not is_frozen:
+                cut = self._architecture.experts
+                self._schedule.router_factors = read_factors(config, sum(cut.layers) if cut else 0)
         except BaseException:  # a process without a learner must not stay in the groups
             self._groups.stop()
             raise

@@ -25,6 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from asyncrl.core.config.tree import LearnerSection
 from learner.attention import varlen
 from learner.batching.batch import PackedBatch
+from learner.batching.router_losses import weigh
 from learner.batching.routing import check_recorded, forget_routes
 from learner.batching.shared_prompts import plan_shared, share_prompts
 from learner.batching.sharing import can_share
@@ -65,6 +66,7 @@ class Schedule:
         self._is_varlen, self.shares_prompts = is_varlen, shares_prompts
         self._num_multiple = groups.pp.size() if is_interleaved else 1
         self.is_reducing, self._reduces = False, True
+        self.router_factors: tuple[float, float] | None = None
         config.finalize_model_grads_func = self._finalize_gradients
 
     def split(self, batch: PackedBatch, max_tokens: int) -> Sequence[PackedBatch]:
@@ -91,7 +93,7 @@ class Schedule:
         """
         self.is_reducing, self._reduces = False, reduces
         results: list[Mapping[str, torch.Tensor]] = self._run(
-            microbatches, functools.partial(self._compute_loss, loss_fn, scale), forward_only=False
+            microbatches, functools.partial(self._compute_loss, loss_fn, scale), scale=scale
         )
         return results
 
@@ -101,9 +103,7 @@ class Schedule:
     ) -> list[torch.Tensor]:
         """Return the head's output [C, N] of each microbatch (on the last stage)."""
         self.is_reducing = False
-        results: list[torch.Tensor] = self._run(
-            microbatches, self._keep_output, forward_only=True, has_squares=has_squares
-        )
+        results: list[torch.Tensor] = self._run(microbatches, self._keep_output, has_squares=has_squares)
         return results
 
     def _run(
@@ -111,14 +111,19 @@ class Schedule:
         microbatches: Sequence[PackedBatch],
         finish: Callable[..., object],
         *,
-        forward_only: bool,
+        scale: float | None = None,
         has_squares: bool = False,
     ) -> list[Any]:
+        """Run the passes; those without the `scale` of a loss forward alone."""
         inputs = [self._prepare(microbatch) for microbatch in microbatches]
         num_padding = self._count_passes(len(inputs)) - len(inputs)
         inputs += [self._prepare(microbatches[0].select_groups(()))] * num_padding if num_padding else []
         for one in inputs:
             one.rows.has_squares = has_squares
+            if scale is not None and self.router_factors is not None:
+                assert one.rows.routing is not None
+                totals = one.microbatch.totals
+                one.rows.routing = weigh(one.rows.routing, self.router_factors, totals, scale)
         run = get_forward_backward_func()
         iterators = [iter(inputs) for _ in self._chunks]
         results = run(
@@ -128,8 +133,8 @@ class Schedule:
             num_microbatches=len(inputs),
             seq_length=1,  # the shapes of variable sequences are sent along
             micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
+            forward_only=scale is None,
+            collect_non_loss_data=scale is None,
         )
         return list(results)[: len(microbatches)]
 

@@ -82,6 +82,8 @@ _ACTOR = [
         ("actor/router_entropy", "nats", "Entropy of a mixture's routers per token and layer"),
         ("actor/router_flip_rate", "share", "Replayed rows (token, layer) that the router would not choose"),
         ("actor/router_unrecorded", "share", "Tokens per layer without a row to replay: the router chose"),
+        ("actor/router_aux_loss", "1", "Balance of experts, per row and layer; 1: even (with a router loss)"),
+        ("actor/router_z_loss", "1", "Square of routers' log-sum-exp per token and layer (the same)"),
     ),
     Metric("actor/expert_load_max", "1", "Most positions of an expert in a layer; 1: even", "max"),
     Metric("actor/expert_load_min", "1", "Fewest positions of an expert in a layer; 1: even", "min"),

@@ -15,7 +15,7 @@ from asyncrl.core.config.prefix_caching import choose_prefix_caching
 from asyncrl.core.config.tree import Config, LearnerSection
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import backend_facts, backend_names, function
-from asyncrl.models.architectures import FAMILIES, Experts, Family, find_unsupported
+from asyncrl.models.architectures import FAMILIES, Experts, Family, find_router_problem, find_unsupported
 from asyncrl.models.divisibility import find_uneven_cuts
 from asyncrl.models.named_models import find_table, tensor_shapes
 from asyncrl.planner.plan.folders import find_bad_weights, find_missing_tokenizer
@@ -78,6 +78,14 @@ def check_router_replay(config: Config) -> Iterator[str]:
     is_shared, why = choose_prefix_caching(config)
     if config.rollout.gpus and not is_shared:
         yield f"{key} needs rollout.prefix_caching on GPUs, and it is off ({why}); set it to true"
+
+
+def check_router_losses(config: Config) -> Iterator[str]:
+    """Say why the model's routers cannot have losses of their own."""
+    if config.learner.router_aux_loss or config.learner.router_z_loss:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # `check_models` says why
+            if problem := find_router_problem(table_of(config.model.path)):
+                yield f"learner.router_aux_loss, router_z_loss: {problem}; leave them out, or 0"
 
 
 def _check_tokenizer(paths: Mapping[str, str]) -> Iterator[str]:

@@ -15,8 +15,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.errors import ConfigError
+from asyncrl.models.architectures import find_router_problem
 from learner.batching.batch import PackedBatch
+from learner.batching.router_losses import attach, read_factors
 from learner.batching.routing import Recorded, RouterTally, Routing, check_recorded, describe_routers
 from learner.fsdp2.groups import RankGroup
 from learner.fsdp2.model import attention
@@ -34,7 +37,10 @@ class Routers:
 
     Attributes:
         problem: Why recorded experts cannot be taken; empty if they can.
+        factors: Of the routers' losses, None if they have none.
     """
+
+    factors: tuple[float, float] | None = None
 
     def __init__(self, routers_L: Sequence[_Router | None], num_active: int, problem: str = "") -> None:
         self._routers_L, self._num_active, self.problem = routers_L, num_active, problem
@@ -44,6 +50,11 @@ class Routers:
     def are_asked(self) -> bool:
         """Whether there are any, which want to be told of the rows."""
         return self._num_experts > 0
+
+    def read_losses(self, section: LearnerSection, model: PreTrainedModel) -> None:
+        """Raise ConfigError if routers of `model` cannot have the losses that `section` asks for."""
+        problem = find_router_problem(model.config.get_text_config().to_dict()) or self.problem
+        self.factors = read_factors(section, sum(one is not None for one in self._routers_L), problem)
 
     def check(self, batch: PackedBatch) -> None:
         """Raise ConfigError if recorded experts cannot be taken, DataError if they are wrong."""
@@ -117,9 +128,11 @@ class _Router:
         recorded = None if routing.experts_NLK is None else Recorded(routing.experts_NLK[:, self._index])
         outputs = self._route(*inputs) if recorded is None else route_by(recorded, self._route, *inputs)
         if torch.is_grad_enabled():  # all positions twice where layers are recomputed: the metrics are shares
-            logits_NE = outputs[0].detach()
+            logits_NE, values, *others = outputs
             is_chosen_NE = torch.zeros_like(logits_NE, dtype=torch.bool).scatter(1, outputs[-1], True)
-            self.tally.add(logits_NE, is_chosen_NE, routing, recorded)
+            values, sums = attach(values, routing, logits_NE, is_chosen_NE)
+            outputs = logits_NE, values, *others
+            self.tally.add(logits_NE.detach(), is_chosen_NE, routing, recorded, sums)
         return outputs
 
 

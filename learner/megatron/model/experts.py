@@ -25,6 +25,7 @@ from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import backend_facts, function
 from asyncrl.models.architectures import Experts, Family
+from learner.batching.router_losses import attach
 from learner.batching.routing import Recorded, RouterTally, Routing, describe_routers
 from learner.megatron.model.packing import PackedRows
 
@@ -101,7 +102,9 @@ class ReplayingRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no type
         self.router_replay = replay
         weights_NE, chosen_NE = super().routing(logits, padding_mask=padding_mask)
         if torch.is_grad_enabled():  # not those of a pass that is to be recomputed
-            self.tally.add(logits.detach().view_as(chosen_NE), chosen_NE, routed, replay)
+            logits_NE = logits.view_as(chosen_NE)
+            weights_NE, sums = attach(weights_NE, routed, logits_NE, chosen_NE, self.tp_cp_group)
+            self.tally.add(logits_NE.detach(), chosen_NE, routed, replay, sums)
         return weights_NE, chosen_NE
 
 

@@ -15,6 +15,8 @@ REFUSED = [
         "which are cut from the whole batch in ticket order and each update the weights",
     ),
     ("learner.overlap=true", "learner.overlap: true, which sends gradients before the parts to come are in"),
+    ("learner.router_aux_loss=0.1", "learner.router_aux_loss: 0.1, which has another divisor"),
+    ("learner.router_z_loss=0.1", "learner.router_z_loss: 0.1, which has another divisor"),
     ("model.dtype=float16", "whose gradients overflow before they are divided"),
     ("algorithm.advantage=gdpo", "which whitens them over the whole batch"),
     ("algorithm.advantage=gpg", "which scales them by the share of the whole batch's answers that scored"),

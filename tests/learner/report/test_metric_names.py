@@ -69,7 +69,7 @@ def step_rows(model: Path) -> dict[str, dict[str, float]]:
             stages = watch.read()
             num_tokens = sum(group.num_tokens for group in GROUPS)
             rows[name] = row | stages | efficiency.describe(row, stages, num_tokens)
-        experts = open_backend(save_model(model.parent / "experts", "qwen3_moe"))
+        experts = open_backend(save_model(model.parent / "experts", "qwen3_moe"), router_z_loss=0.1)
         routed = stack.enter_context(contextlib.closing(experts))
         rows["experts"] = take_step(Models(routed), open_objective(), route_groups(GROUPS), Stopwatch())
         rows["streamed"] = take_streamed_step(Models(policy), open_objective(), GROUPS)

@@ -22,8 +22,9 @@ from asyncrl.core.experience import UNFINISHED, Group, decode_group, encode_grou
 from asyncrl.core.experts import Rows, has_row, no_rows
 from asyncrl.core.staleness import PolicyVersion, Span
 from asyncrl.planner.plan.derived import derive
+from asyncrl.planner.plan.footprint.estimate import CHECKS
 from asyncrl.planner.plan.footprint.memory import EXPERTS, count_parts
-from asyncrl.planner.plan.models import check_router_replay
+from asyncrl.planner.plan.models import check_router_losses, check_router_replay
 from learner.batching.batch import build_batch
 from rollout_service.engine.protocol import Completion, Interrupted, Sampling
 from rollout_service.engine.scripted.engine import ScriptedEngine
@@ -377,6 +378,21 @@ def test_plan_says_why_no_experts_can_be_recorded(
     ) or [""]
     assert what in found and bool(what) == bool(found)
     assert not list(check_router_replay(read(tmp_path, "{}", path, *overrides)))
+
+
+@pytest.mark.parametrize("key", ["learner.router_aux_loss", "learner.router_z_loss"])
+def test_plan_refuses_losses_of_routers_that_are_not_there_or_not_known(tmp_path: Path, key: str):
+    assert check_router_losses in CHECKS
+    for experts, kind, is_fine in (
+        (128, "qwen3_moe", True),
+        (0, "qwen3_moe", False),
+        (128, "qwen2_moe", False),
+    ):
+        path = write_model(tmp_path, num_experts=experts, model_type=kind)
+        found = list(check_router_losses(read(tmp_path, "{}", path, f"{key}=0.1")))
+        assert (found == []) == is_fine
+        assert is_fine or "the model has no experts, or how their router scores them" in found[0]
+        assert not list(check_router_losses(read(tmp_path, "{}", path)))
 
 
 def test_plan_counts_the_experts_of_a_step(tmp_path: Path):

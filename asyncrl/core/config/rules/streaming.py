@@ -49,6 +49,9 @@ def _find_in_learner(config: Root) -> Iterator[Reason]:
     if learner.minibatches > 1:
         why = "which are cut from the whole batch in ticket order and each update the weights"
         yield "learner.minibatches", learner.minibatches, why
+    for name in ("router_aux_loss", "router_z_loss"):
+        if value := getattr(learner, name):
+            yield f"learner.{name}", value, "which has another divisor than the policy's loss"
     if learner.overlap:
         yield "learner.overlap", True, "which sends gradients before the parts to come are in them"
     if dtype == "float16":

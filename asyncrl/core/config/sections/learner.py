@@ -172,6 +172,10 @@ class LearnerSection(Section):
     """[1] AdamW's decay of the gradient's mean and square."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """[1] AdamW's weight decay, per update and unit of learning rate."""
+    router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
+    """[1] Coefficient of the loss that balances a mixture's experts in each row."""
+    router_z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """[1] Coefficient of the loss that keeps the logits of a mixture's routers small."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """[1] Largest norm of the gradient; larger ones are scaled down."""
     offload: bool = False

@@ -58,6 +58,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     models.check_models,
     models.check_adapters,
     models.check_router_replay,
+    models.check_router_losses,
     models.check_reward_models,
     check_lengths,
     check_data,

@@ -440,6 +440,14 @@ SHOWN_BY: Mapping[str, tuple[str, str]] = {
         "tests/learner/backends/test_parallel.py",
         "test_two_ranks_train_as_one_process_does",
     ),
+    "learner.router_aux_loss": (
+        "tests/learner/backends/experts/test_router_losses.py",
+        "test_the_balance_evens_the_loads_of_experts",
+    ),
+    "learner.router_z_loss": (
+        "tests/learner/backends/experts/test_router_losses.py",
+        "test_losses_change_nothing_but_the_gradient_and_without_them_there_are_no_metrics",
+    ),
     "learner.sequence_parallel": (
         "tests/learner/backends/test_parallel.py",
         "test_two_ranks_train_as_one_process_does",
