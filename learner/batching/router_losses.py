@@ -61,15 +61,12 @@ def attach(
     is_chosen_NE: torch.Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return `values` with the losses of a layer's positions here, if there are any, and what these are.
+    """Return `values` with the losses of a layer's positions here, and balances, squares and rows summed [3].
 
     Args:
         values: An output of the router that has a gradient.
         is_chosen_NE: The experts that are taken.
         group: Ranks that have the rows' other positions.
-
-    Returns:
-        The values; the sums of balances and squares, and the number of rows [3].
     """
     if routing.factors is None:
         return values, None
