@@ -159,6 +159,17 @@ def test_losses_change_nothing_but_the_gradient_and_without_them_there_are_no_me
         assert all((others[name] - gradients[name]).norm() > 0.1 * gradients[name].norm() for name in routers)
 
 
+def test_adapters_learn_of_the_losses_though_routers_are_frozen(model: Path) -> None:
+    lora = {"rank": 4, "targets": ("q_proj", "v_proj")}
+    norms = [
+        update(opener, model, make_batch(), lora=lora, **changes)[0]["actor/grad_norm"]
+        for opener in OPENERS.values()
+        for changes in ({}, MANY)
+    ]
+    assert norms[:2] == pytest.approx(norms[2:], rel=1e-5)
+    assert abs(norms[1] / norms[0] - 1) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("backend", "make"), [("megatron", MegatronValueBackend), ("fsdp2", Fsdp2ValueBackend)]
 )
