@@ -16,18 +16,17 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError, ServiceFailed
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.status.replica import GatewayStatus
-from rollout_service.engine.protocol import Engine, EngineDied
+from rollout_service.engine.protocol import Engine
 from rollout_service.engine.sglang.engine import SglangEngine
 from rollout_service.engine.vllm.engine import VllmEngine
 from rollout_service.engine.vllm.features import ENGINE, Feature, check_features
-from rollout_service.engine.vllm.objects import CompletionOutput, ServingClient
 from rollout_service.gateway.keys import GatewayKey, read_key
 from rollout_service.gateway.parsers import Parsers
 from rollout_service.gateway.rules import Rules
@@ -37,9 +36,8 @@ if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
 
-    from asyncrl.core.experts import Rows
     from rollout_service.data.prompts import PromptSet
-    from rollout_service.gateway.recorder import Meter
+    from rollout_service.gateway.recorder import Llm, Meter
 
 log = logging.getLogger(__name__)
 
@@ -99,19 +97,6 @@ STOP_DEADLINE_S = 2.0
 WATCH_S = 0.5
 IDLE_S = 5.0
 """From when on it is told that no agent asks: one that got no group asks again after its own pause."""
-
-
-class Llm(Protocol):
-    """Interface that the gateway needs of `VllmEngine` and `SglangEngine`."""
-
-    @property
-    def client(self) -> ServingClient: ...
-
-    def cache_salt(self) -> str | None: ...
-
-    def experts_of(self, completion: CompletionOutput) -> Rows | None: ...
-
-    def death(self) -> EngineDied: ...
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from rollout_service.engine.vllm.objects import (
     AskedSampling,
     CompletionOutput,
     RequestOutput,
+    ServingClient,
     TokenPrompt,
 )
 from rollout_service.gateway.conversation.session import Call
@@ -29,7 +30,7 @@ from rollout_service.gateway.rules import sampling_params
 from rollout_service.gateway.sessions import SessionManager
 
 if TYPE_CHECKING:
-    from rollout_service.gateway.gateway import Llm
+    from asyncrl.core.experts import Rows
 
 
 class RenderedPrompt(TypedDict):
@@ -38,6 +39,19 @@ class RenderedPrompt(TypedDict):
     prompt: NotRequired[str]
     prompt_token_ids: list[int]
     call: NotRequired[Call]
+
+
+class Llm(Protocol):
+    """Interface that the gateway needs of `VllmEngine` and `SglangEngine`."""
+
+    @property
+    def client(self) -> ServingClient: ...
+
+    def cache_salt(self) -> str | None: ...
+
+    def experts_of(self, completion: CompletionOutput) -> Rows | None: ...
+
+    def death(self) -> EngineDied: ...
 
 
 class Meter(Protocol):
