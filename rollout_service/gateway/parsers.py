@@ -33,7 +33,8 @@ def find_problems(config: Config) -> Iterator[str]:
         return
     vllm = find_spec("vllm")
     if vllm is None or not vllm.submodule_search_locations:
-        yield "rollout.gateway: vLLM, whose forms and parsers it has with any engine, is not installed"
+        what = "rollout.gateway: vLLM, whose forms and parsers it has with any engine, is not installed"
+        yield f"{what}; install asyncrl[cpu] or asyncrl[gpu], or 'make setup' in a checkout, or leave it out"
         return
     for key, package in TABLES.items():
         name = getattr(gateway, key)

@@ -35,7 +35,7 @@ from asyncrl.core.files.durable import replace_text
 from asyncrl.core.files.private import keep_others_out, make_own
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.states import RunState
-from asyncrl.core.variants import journal_facts
+from asyncrl.core.variants import engine_facts, journal_facts
 from asyncrl.planner import plan
 from asyncrl.planner.plan import prepare
 from asyncrl.planner.plan.footprint import shared_memory
@@ -78,7 +78,8 @@ def start(
     """
     asked = with_absolute_dir(config)
     plan.check(config)
-    need("ray", "torch")
+    own = [name for name in config.rollout.engines if engine_facts(name).distributions]
+    need("ray", "torch", *(() if config.launcher.is_cluster else own))
     fault_point("up.preparing")
     keep_others_out(may_read=True)  # what is fetched goes into a hub's cache, which a team may share
     make_own(Path(asked.run.dir))

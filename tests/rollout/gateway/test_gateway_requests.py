@@ -292,7 +292,7 @@ def test_a_parser_that_vllm_lacks_is_named_with_those_that_it_has(monkeypatch: p
         assert problems("sglang", **{key: known[0] + "x"}) == [told + ", ".join(known)]
     monkeypatch.setattr(parsers, "find_spec", lambda name: None)
     (told,) = problems("sglang")
-    assert "vLLM, whose forms and parsers" in told and "is not installed" in told
+    assert "vLLM, whose forms and parsers" in told and "is not installed; install asyncrl[cpu]" in told
 
 
 def test_the_rows_count_replaced_parameters_of_all_replicas_and_of_replicas_that_were_replaced():
