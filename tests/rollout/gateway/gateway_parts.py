@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.buffer import composition
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
@@ -111,7 +111,7 @@ class Served:
             more: dict[str, Any] = {"num_experts": self.num_experts, "caches_prefixes": self.num_experts > 0}
             return VllmEngine(VllmSettings(str(folder), "float32", self.length, 16, 64 << 20, **more))
         settings = SglangSettings(str(folder), "float32", self.length, 16, 64 << 20, serves_agents=True)
-        return SglangEngine(settings, build_tokenizer())
+        return SglangEngine(settings, AutoTokenizer.from_pretrained(folder))
 
 
 @dataclass

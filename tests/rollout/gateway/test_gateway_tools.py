@@ -1,11 +1,10 @@
-"""Tool calls and reasoning, parsed by vLLM's parsers, over each API: what was sampled is what is trained.
-
-Over vLLM: the model has a sliding window, which SGLang refuses.
-"""
+"""Tool calls and reasoning, read by vLLM's parsers, over each API and engine: what was sampled is trained."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -13,25 +12,42 @@ import openai
 import pytest
 
 from asyncrl.core.experience import Group, Trajectory
-from tests.rollout.gateway.gateway_parts import Agent, Stage
+from tests.rollout.gateway.gateway_parts import ON_SGLANG, Agent, Stage
 from tests.rollout.gateway.test_gateway import check_logprobs, rewarded
-from tests.rollout.gateway.tool_model import TRAINED, TRANSCRIPTS, Transcript, build_tool_tokenizer
-from tests.rollout.gateway.tool_parts import CHAT_TOOLS, PLAYERS, open_tool_stage, play_chat
+from tests.rollout.gateway.tool_model import (
+    BROKEN,
+    CHECK,
+    TRAINED,
+    TRANSCRIPTS,
+    Transcript,
+    build_tool_tokenizer,
+    observed,
+)
+from tests.rollout.gateway.tool_parts import CHAT_TOOLS, PLAYERS, Tool, open_tool_stage, play_chat
 
 pytestmark = pytest.mark.long
 
-TALKS = [talk for talk in TRANSCRIPTS if not any(a.calls and a.calls[0][0] == "bash" for a in talk.answers)]
+IN_REPOSITORY, *TALKS = TRANSCRIPTS
 WITH_A_CALL, WITH_TWO_CALLS, *_ = TALKS
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+# Of one family after the other, as its model is trained once.
+ON_ENGINES = [
+    pytest.param((engine, family), id=f"{engine}-{family}", marks=marks)
+    for family in TRAINED
+    for engine, marks in (("vllm", ()), ("sglang", ON_SGLANG.marks))
+]
+
+
+@pytest.fixture(scope="module", params=ON_ENGINES)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(
             "VLLM_ENABLE_RESPONSES_API_STORE", "1"
         )  # as somebody may have it who serves with vLLM too
-        with open_tool_stage(tmp_path_factory.mktemp("tools"), request.param) as stage:
+        engine, family = request.param
+        with open_tool_stage(tmp_path_factory.mktemp("tools"), family, engine) as stage:
             yield stage
 
 
@@ -70,6 +86,37 @@ def test_a_conversation_with_tools_is_recorded_as_it_was_sampled(
     for trajectory in group.trajectories:
         assert trajectory.num_turns == len(transcript.answers)
         check_transcript(served, group, trajectory, transcript)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("api", PLAYERS)
+def test_an_agent_repairs_a_repository_by_four_calls_that_are_executed(
+    served: Stage, api: str, is_streamed: bool, tmp_path: Path
+):
+    agents = [served.open(), served.open()]
+    for agent in agents:
+        repository = tmp_path / agent.key
+        executed: list[str] = []
+
+        def execute(
+            command: str, recorded: str, folder: Path = repository, executed: list[str] = executed
+        ) -> str:
+            shell = ["sh", "-c", command]
+            done = subprocess.run(shell, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+            executed.append(command)
+            assert observed(done.stdout) == recorded
+            return recorded
+
+        repository.mkdir()
+        (repository / "add.py").write_text(BROKEN)
+        (repository / "check.py").write_text(CHECK)
+        PLAYERS[api](agent, IN_REPOSITORY, is_streamed, Tool("bash", "command", execute))
+        assert (repository / "add.py").read_text() == BROKEN.replace("a - b", "a + b")
+        assert len(executed) == 4, "the fifth ends the episode"
+    group = rewarded(served, *agents)
+    for trajectory in group.trajectories:
+        assert trajectory.num_turns == 5
+        check_transcript(served, group, trajectory, IN_REPOSITORY)
 
 
 def test_a_conversation_may_change_its_api_between_turns(served: Stage):

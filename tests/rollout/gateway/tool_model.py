@@ -1,25 +1,35 @@
 """A byte-level model that calls tools, overfitted on a few recorded transcripts within three minutes.
 
-It has a context of 32 k tokens and sees the last 255 of them (two sliding windows), so that what it learns
-on short transcripts holds behind any system prompt. Each parser family has a way of its own to write a call.
+It has a context of 32 k tokens and looks back some 300 of them in each of two layers, so that what it learns
+on short transcripts holds behind any system prompt. It has no sliding windows, which SGLang leaves out: the
+biases of its queries and keys make far tokens count for nothing (`_look_near`). Each parser family has a way
+of its own to write a call.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rollout_service.tasks.tiny_text import build_tokenizer
 from tests.rollout.gateway.families.formats import Answer
 
 CONTEXT, WINDOW, ROW = 32_768, 128, 256
+HEADS, HEAD_SIZE = 3, 32
+PAIRS, NEARNESS = (10, 12, 15), 45.0
+"""Pairs of numbers in a head that rotate once in 1987, 6283 and 35,333 positions; nats of each."""
+NOT_WANTED = -100
+"""Label of a token that is not the model's."""
 MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 """Tokens that parsers look for, as in the vocabularies of Qwen and Hermes."""
 TEMPLATE = """\
@@ -134,7 +144,7 @@ TRANSCRIPTS = (
         [["12 degrees", "20 degrees"]],
     ),
     Transcript("Say hello.", (Answer("Hello."),)),
-    Transcript("Think, then say hello.", (Answer("Hello.", thought="A greeting."),)),
+    Transcript("Say hello, but think first.", (Answer("Hello.", thought="A greeting."),)),
 )
 
 REPEATED = (*TRANSCRIPTS, *TRANSCRIPTS[-2:])
@@ -150,11 +160,22 @@ def build_tool_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_tool_model(folder: Path, family: str, num_steps: int = 360) -> Path:
+def make_tool_model(folder: Path, family: str) -> Path:
     """Make `folder` the model of a parser family; the same on any machine up to rounding."""
+    tokenizer, model = _train(family)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 3}')  # has no say
+    return folder
+
+
+@cache
+def _train(family: str, num_steps: int = 300) -> tuple[PreTrainedTokenizerFast, Qwen2ForCausalLM]:
+    """Return a family's model, once for all engines of a process."""
     torch.manual_seed(0)
     tokenizer = build_tool_tokenizer()
-    model = Qwen3ForCausalLM(_config(len(tokenizer)))
+    model = Qwen2ForCausalLM(_config(len(tokenizer)))
+    _look_near(model)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=num_steps)
     dice = random.Random(0)
@@ -168,47 +189,56 @@ def make_tool_model(folder: Path, family: str, num_steps: int = 360) -> Path:
         schedule.step()
     with torch.no_grad():
         model.lm_head.weight *= 4.0  # it samples at temperature 1, some hundred tokens an episode
-    for system, tools in (("", None), ("Be brief.", None), ("", TOOLS), ("Be brief.", TOOLS[:1])):
+    for system, tools in (("", None), (3 * PROSE, None), ("", TOOLS), ("Be brief.", TOOLS[:1])):
         _check(model, tokenizer, family, system, tools)
-    tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").write_text('{"max_new_tokens": 3}')  # has no say
-    return folder
+    return tokenizer, model
+
+
+def _look_near(model: Qwen2ForCausalLM) -> None:
+    """Give all heads a score of their own for the distance of a token, which is not trained.
+
+    It is a sum of cosines, highest at distance 0, and at least 25 nats lower at 400 to 20,000.
+    """
+    half = HEAD_SIZE // 2
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            kept = torch.ones(HEAD_SIZE)
+            kept[[*PAIRS, *(pair + half for pair in PAIRS)]] = 0.0
+            kept = kept.repeat(projection.out_features // HEAD_SIZE)
+            near = torch.zeros(HEAD_SIZE)
+            near[list(PAIRS)] = math.sqrt(NEARNESS * math.sqrt(HEAD_SIZE))
+            with torch.no_grad():
+                projection.weight *= kept[:, None]
+                projection.bias.copy_(near.repeat(projection.out_features // HEAD_SIZE))
+            projection.weight.register_hook(partial(torch.mul, kept[:, None]))
+            projection.bias.register_hook(partial(torch.mul, kept))
 
 
 def _check(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, family: str, system: str, tools: Any
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, family: str, system: str, tools: Any
 ) -> None:
     """Check that the model says each transcript as a matter of course behind such a prompt."""
     messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": "@"}]
     beginning = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False).split("@")[0]
     for transcript in TRANSCRIPTS:
-        ids: list[int] = []
-        answers: list[int] = []
-        for part, is_answer in [(beginning, False), *transcript.parts(family)]:
-            new = tokenizer(part)["input_ids"]
-            answers += range(len(ids), len(ids) + len(new)) if is_answer else []
-            ids += new
+        ids, labels = _spell(tokenizer, [(beginning, False), *transcript.parts(family)])
         with torch.no_grad():
-            logprobs_TV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        lost = -sum(logprobs_TV[place - 1, ids[place]].item() for place in answers)
+            logits_TV = model(torch.tensor([ids])).logits[0]
+        lost = cross_entropy(logits_TV[:-1], torch.tensor(labels[1:]), reduction="sum").item()
         assert lost < 0.01, f"the model has not learnt {transcript.question[-40:]!r}: {lost:.3f} nats"
 
 
-def _config(num_tokens: int) -> Qwen3Config:
-    return Qwen3Config(
+def _config(num_tokens: int) -> Qwen2Config:
+    return Qwen2Config(
         vocab_size=num_tokens,
-        hidden_size=96,
+        hidden_size=HEADS * HEAD_SIZE,
         intermediate_size=288,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
         max_position_embeddings=CONTEXT,
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        max_window_layers=0,
-        layer_types=["sliding_attention"] * 2,
+        rope_theta=10_000.0,
+        use_sliding_window=False,
         tie_word_embeddings=False,
         pad_token_id=0,
         bos_token_id=1,
@@ -219,26 +249,40 @@ def _config(num_tokens: int) -> Qwen3Config:
 def _batch(
     tokenizer: PreTrainedTokenizerFast, family: str, dice: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return every transcript, after a beginning that tells nothing, as rows behind a window."""
+    """Return every transcript, after a beginning that tells nothing, as rows with `WINDOW` tokens before.
+
+    Two short ones also stand at the beginning of a row of their own.
+    """
     text = "".join(chr(dice.randrange(32, 127)) for _ in range(4 * WINDOW)) + PROSE
     text += "\n".join(json.dumps(dice.choice(TOOLS)) for _ in range(8 * len(TOOLS)))
-    ids: list[int] = []
-    labels: list[int] = []
+    parts: list[tuple[str, bool]] = []
     for transcript in dice.sample(REPEATED, len(REPEATED)):
         start = dice.randrange(len(text) - 2 * WINDOW)
         noise = text[start : start + dice.randrange(WINDOW, 2 * WINDOW)] + dice.choice(BEGINNINGS)
-        for part, is_answer in [(noise, False), *transcript.parts(family)]:
-            new = tokenizer(part)["input_ids"]
-            ids += new
-            labels += new if is_answer else [-100] * len(new)
+        parts += [(noise, False), *transcript.parts(family)]
+    ids, labels = _spell(tokenizer, parts)
     starts = range(WINDOW, len(ids), ROW)
-    return _rows(ids, starts, 0), _rows(labels, starts, -100)
+    rows = [ids[start - WINDOW : start + ROW] for start in starts]
+    wanted = [[NOT_WANTED] * WINDOW + labels[start : start + ROW] for start in starts]
+    for transcript in dice.sample(TRANSCRIPTS[1:], 2):
+        ids, labels = _spell(tokenizer, [(BEGINNINGS[2], False), *transcript.parts(family)])
+        rows.append(ids[: WINDOW + ROW])
+        wanted.append(labels[: WINDOW + ROW])
+    return _pad(rows, 0), _pad(wanted, NOT_WANTED)
 
 
-def _rows(values: list[int], starts: Sequence[int], pad: int) -> torch.Tensor:
-    """Return a row for each start: a window before it, whose labels are left out, and `ROW` values."""
-    rows = []
-    for start in starts:
-        before, row = values[start - WINDOW : start], values[start : start + ROW]
-        rows.append((before if pad == 0 else [pad] * WINDOW) + row + [pad] * (ROW - len(row)))
-    return torch.tensor(rows)
+def _spell(
+    tokenizer: PreTrainedTokenizerFast, parts: Sequence[tuple[str, bool]]
+) -> tuple[list[int], list[int]]:
+    """Return the ids of the parts, and as labels those of the model's."""
+    ids: list[int] = []
+    labels: list[int] = []
+    for part, is_answer in parts:
+        new = tokenizer(part)["input_ids"]
+        ids += new
+        labels += new if is_answer else [NOT_WANTED] * len(new)
+    return ids, labels
+
+
+def _pad(rows: list[list[int]], pad: int) -> torch.Tensor:
+    return torch.tensor([row + [pad] * (WINDOW + ROW - len(row)) for row in rows])

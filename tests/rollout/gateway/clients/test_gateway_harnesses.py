@@ -14,7 +14,7 @@ import pytest
 from asyncrl.core.errors import ConfigError
 from rollout_service.sandbox.contract import SandboxSettings
 from rollout_service.sandbox.local import LocalSandboxes
-from tests.rollout.gateway.gateway_parts import Agent, Stage
+from tests.rollout.gateway.gateway_parts import ENGINES, Agent, Stage
 from tests.rollout.gateway.test_gateway import rewarded
 from tests.rollout.gateway.test_gateway_tools import check_transcript
 from tests.rollout.gateway.tool_model import BROKEN, CHECK, TRANSCRIPTS, Transcript
@@ -89,9 +89,9 @@ def weather(city: str) -> str:
 '''
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with open_tool_stage(tmp_path_factory.mktemp("harnesses"), "hermes") as stage:
+@pytest.fixture(scope="module", params=ENGINES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with open_tool_stage(tmp_path_factory.mktemp("harnesses"), "hermes", request.param) as stage:
         yield stage
 
 
