@@ -116,6 +116,7 @@ class EngineFacts:
         tokens_per_s: Rate of each request; None where at most `rollout.max_sequences` share a device.
         distributions: Requirement list -> the package that only this list has, such as `{"gpu": "vllm"}`.
         cpu_head_sizes: Sizes of attention heads that it runs on CPU; empty for all. On GPUs it runs any.
+        cpu_latent_size: The same of a token's latent, in latent attention.
         owned_args: Names that `rollout.engine_args` may not hold, and where to set each or why not; None
             where the engine takes no arguments. owned_args_on_cpu: More of them where it runs on the CPU.
         shares_prefixes: Whether equal prompts can share their KV cache.
@@ -133,6 +134,7 @@ class EngineFacts:
     tokens_per_s: float | None = None
     distributions: Mapping[str, str] = field(default_factory=dict)
     cpu_head_sizes: tuple[int, ...] = ()
+    cpu_latent_size: int = 0
     owned_args: Mapping[str, str] | None = None
     owned_args_on_cpu: Mapping[str, str] = field(default_factory=dict)
     shares_prefixes: bool = False

@@ -2,7 +2,8 @@
 
 One rule for the check before the start and for the backend itself. Must never read a file.
 FLOPs: a matrix product over t tokens with P weights takes 2 P t forward. Attention is counted causally:
-4 x heads x head size per (query, key) pair and layer. The embedding look-up and norms are not counted.
+2 x heads x (head size of keys + of values) per (query, key) pair and layer. The embedding look-up and norms
+are not counted.
 Invariant: an unknown architecture or feature is refused, because a model that is slightly wrong trains
 without any sign of it.
 """
@@ -96,6 +97,7 @@ class Experts:
         num_active: Of each token. size: Channels of one.
         normalises: Whether the weights of a token's experts sum to one.
         layers: Whether each layer has experts, or is dense.
+        num_shared: Of the same size that every token meets besides.
     """
 
     num: int
@@ -103,6 +105,7 @@ class Experts:
     size: int
     normalises: bool
     layers: tuple[bool, ...]
+    num_shared: int = 0
 
     @staticmethod
     def read(table: Mapping[str, object]) -> Experts | None:
@@ -112,6 +115,7 @@ class Experts:
             return None
         family = FAMILIES.get(str(table.get("model_type")), Family()).experts or ExpertNames()
         dense, step = table.get("mlp_only_layers") or (), _whole(table.get("decoder_sparse_step") or 1)
+        first = _whole(table.get("first_k_dense_replace") or 0)
         if not isinstance(dense, Sequence):
             raise TypeError("mlp_only_layers is no list")
         return Experts(
@@ -119,8 +123,35 @@ class Experts:
             _whole(table["num_experts_per_tok"]),
             _whole(table.get("moe_intermediate_size") or table["intermediate_size"]),
             bool(table.get("norm_topk_prob", family.normalises)),
-            tuple(i not in dense and not (i + 1) % step for i in range(_whole(table["num_hidden_layers"]))),
+            tuple(
+                i >= first and i not in dense and not (i + 1) % step
+                for i in range(_whole(table["num_hidden_layers"]))
+            ),
+            _whole(table.get("n_shared_experts") or 0),
         )
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Latent attention (MLA): keys and values of all heads are made of `rank` numbers of each token.
+
+    Attributes:
+        rotary: Further numbers of a token, which all heads' keys have in common. query_rank: 0 without one.
+        value_size: Of a head's values; its queries and keys have the model's head size.
+    """
+
+    rank: int
+    rotary: int
+    query_rank: int
+    value_size: int
+
+    def count_weights(self, hidden: int, num_heads: int, head_size: int) -> int:
+        """Return the weights of a layer's projections."""
+        made = head_size - self.rotary + self.value_size
+        queries = num_heads * head_size
+        asked = self.query_rank * (hidden + queries) if self.query_rank else hidden * queries
+        kept = hidden * (self.rank + self.rotary) + self.rank * num_heads * made
+        return asked + kept + num_heads * self.value_size * hidden
 
 
 @dataclass(frozen=True)
@@ -135,36 +166,55 @@ class ModelSize:
     intermediate_size: int
     vocab_size: int
     experts: Experts | None = None
+    latent: Latent | None = None
 
     @staticmethod
     def read(table: Mapping[str, object]) -> ModelSize:
         """Return what a Hugging Face `config.json` says. Raises KeyError or TypeError if not."""
         num_heads, hidden_size = _whole(table["num_attention_heads"]), _whole(table["hidden_size"])
+        latent, head_size = None, table.get("head_dim") or hidden_size // num_heads
+        if table.get("kv_lora_rank"):
+            parts = (table[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim"))
+            rank, rotary, values = map(_whole, parts)
+            latent = Latent(rank, rotary, _whole(table.get("q_lora_rank") or 0), values)
+            head_size = rotary + _whole(table["qk_nope_head_dim"])
         return ModelSize(
             num_layers=_whole(table["num_hidden_layers"]),
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_key_value_heads=_whole(table.get("num_key_value_heads") or num_heads),
-            head_size=_whole(table.get("head_dim") or hidden_size // num_heads),
+            head_size=_whole(head_size),
             intermediate_size=_whole(table["intermediate_size"]),
             vocab_size=_whole(table["vocab_size"]),
             experts=Experts.read(table),
+            latent=latent,
         )
+
+    @property
+    def num_cached(self) -> int:
+        """Numbers that an engine keeps of each token."""
+        latent = self.latent
+        each = latent.rank + latent.rotary if latent else 2 * self.num_key_value_heads * self.head_size
+        return self.num_layers * each
 
     @property
     def num_weights(self) -> int:
         """Weights that every token is multiplied with: the output projection is, the embedding is not."""
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_key_value_heads)
+        if self.latent is not None:
+            attention = self.latent.count_weights(self.hidden_size, self.num_heads, self.head_size)
         experts = self.experts
         num_sparse = sum(experts.layers) if experts else 0
         channels = 3 * self.intermediate_size * (self.num_layers - num_sparse)
         if experts is not None:  # the router has a row for each
-            channels += num_sparse * (3 * experts.size * experts.num_active + experts.num)
+            met = experts.num_active + experts.num_shared
+            channels += num_sparse * (3 * experts.size * met + experts.num)
         return self.num_layers * attention + self.hidden_size * (channels + self.vocab_size)
 
     def forward_flops(self, num_tokens: float, num_pairs: float) -> float:
         """Return the FLOPs of one forward pass over rows with `num_pairs` causal (query, key) pairs."""
-        attention = 4 * self.num_layers * self.num_heads * self.head_size * num_pairs
+        sizes = self.head_size + (self.latent.value_size if self.latent else self.head_size)
+        attention = 2 * self.num_layers * self.num_heads * sizes * num_pairs
         return 2 * self.num_weights * num_tokens + attention
 
 

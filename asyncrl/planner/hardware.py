@@ -76,7 +76,7 @@ def assume_rates(config: Config, size: ModelSize, kind: str, mean_tokens: float)
     num_ranks = config.learner.num_ranks * min(1.0, config.learner.gpus or 1.0)
     num_held = count_held_weights(size)
     model_bytes = num_held * item  # a batch meets every expert
-    cache_bytes = 2 * size.num_layers * size.num_key_value_heads * size.head_size * item
+    cache_bytes = size.num_cached * item
     peak, bandwidth = gpu.tflops * TERA * num_gpus, gpu.gb_per_s * GIGA * num_gpus
 
     def step_s(num_running: float) -> float:

@@ -106,12 +106,13 @@ class Recorded:
     """Recorded experts of one router for one pass.
 
     Attributes:
+        shape: (N, K).
         is_there_N: Where there is a row.
         is_flipped_N: Where it differs from the router's own choice, once that was asked.
     """
 
     def __init__(self, experts_NK: torch.Tensor) -> None:
-        self._experts_NK = experts_NK.long()
+        self._experts_NK, self.shape = experts_NK.long(), experts_NK.shape
         self.is_there_N = experts_NK[:, 0] >= 0
         self.is_flipped_N = torch.zeros_like(self.is_there_N)
 

@@ -85,6 +85,7 @@ class RankedModel:
             named = root.named_hf_parameters()
             parameters = describe_parameters(named, self._group, weights.stored_names)
             weights.fill(parameters)
+            self._kept = {} if lora.rank else weights.kept
             if lora.rank:
                 parameters = _fill_factors(parameters, source, lora, seed)
             self._engine = Engine(
@@ -131,6 +132,7 @@ class RankedModel:
         for parameter in self._engine.parameters:
             whole = gather_whole(parameter, self._group, self._dtype)
             yield from ((one.name, one.values) for one in parameter.split(whole, 0))
+        yield from self._kept.items()
 
     @torch.no_grad()  # with gradients `to_local` is an operation of its own
     def named_parts(self) -> tuple[Part, ...]:
@@ -139,6 +141,8 @@ class RankedModel:
         addresses = [shard.data_ptr() for shard in shards]
         if addresses != self._part_addresses:
             parts = [part for one in self._engine.parameters for part in _make_parts(one)]
+            if self._group.rank == 0:
+                parts += [_make_part(name, tuple(one.shape), 0, one) for name, one in self._kept.items()]
             self._parts, self._part_addresses = tuple(parts), addresses
         return self._parts
 
@@ -203,8 +207,11 @@ def _fill_factors(
 
 def _make_parts(parameter: ShardedParameter) -> Iterator[Part]:
     for one in parameter.split(parameter.shard, parameter.start):
-        values_RC = one.values.reshape(-1, math.prod(one.shape[1:]))
-        yield Part(one.name, one.shape, one.start, 0, values_RC)
+        yield _make_part(one.name, one.shape, one.start, one.values)
+
+
+def _make_part(name: str, shape: tuple[int, ...], start: int, values: torch.Tensor) -> Part:
+    return Part(name, shape, start, 0, values.reshape(-1, math.prod(shape[1:])))
 
 
 def _make_lay_out(ways: Ways, device: torch.device, dtype: torch.dtype) -> Callable[[Sequence[int]], Rows]:

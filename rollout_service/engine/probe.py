@@ -5,7 +5,7 @@ KV cache may be touched. So attention over a row is plain PyTorch; everything th
 from weights is vLLM's own, shards and packed matrices included.
 
 Shapes: T tokens of a pass, R rows of L tokens each, H query heads and K key-value heads of this worker,
-D head size, V entries of the vocabulary.
+D head size, V entries of the vocabulary; of latent attention C numbers of a token, E rotary ones of its key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from asyncrl.core.errors import SyncError
@@ -79,6 +79,10 @@ def plain_attention(model: ScoringModel, row_tokens: int) -> Iterator[None]:
         for name, layer in model.named_modules():
             if not isinstance(layer, AttentionLayerBase):
                 continue
+            if type(layer) is MLAAttention and hasattr(layer, "W_UK_T") and not layer.impl.is_sparse:
+                layer.forward = partial(_attend_latent, row_tokens, layer)
+                undo.callback(delattr, layer, "forward")
+                continue
             if type(layer) not in COVERED:  # its forward would run without what it needs, and say nothing
                 raise _uncovered(name, f"of the kind {type(layer).__name__}")
             impl = layer.impl
@@ -118,10 +122,34 @@ def _attend(
     **_fused: object,
 ) -> torch.Tensor:
     """Stand in for the forward of a backend. A row of a probe is shorter than any sliding window."""
+    attended_THD = _attend_rows(row_tokens, query_THD, key_TKD, value_TKD, layer.impl.scale)
+    return output.copy_(attended_THD.reshape(output.shape))
+
+
+def _attend_latent(
+    row_tokens: int,
+    layer: MLAAttention,
+    query_THD: torch.Tensor,
+    latent_TC: torch.Tensor,
+    rotary_T1E: torch.Tensor,
+    **_fused: object,
+) -> torch.Tensor:
+    """Stand in for latent attention, with the matrices that decoding uses, which are derived of weights."""
+    plain_THD, turned_THE = query_THD.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], -1)
+    query = torch.cat([torch.einsum("thd,hdc->thc", plain_THD, layer.W_UK_T), turned_THE], -1)
+    latent_T1C = latent_TC[:, None]
+    key = torch.cat([latent_T1C, rotary_T1E], -1)
+    attended_THC = _attend_rows(row_tokens, query, key, latent_T1C, layer.impl.scale)
+    return torch.einsum("thc,hcd->thd", attended_THC, layer.W_UV).flatten(1)
+
+
+def _attend_rows(
+    row_tokens: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, scale: float
+) -> torch.Tensor:
     query_RHLD, key_RKLD, value_RKLD = (
         packed.unflatten(0, (-1, row_tokens)).transpose(1, 2) for packed in (query_THD, key_TKD, value_TKD)
     )
     attended_RHLD = torch.nn.functional.scaled_dot_product_attention(
-        query_RHLD, key_RKLD, value_RKLD, is_causal=True, scale=layer.impl.scale, enable_gqa=True
+        query_RHLD, key_RKLD, value_RKLD, is_causal=True, scale=scale, enable_gqa=True
     )
-    return output.copy_(attended_RHLD.transpose(1, 2).reshape(output.shape))
+    return attended_RHLD.transpose(1, 2).flatten(0, 1)

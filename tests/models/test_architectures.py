@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from asyncrl.core.config.tree import Config
 from asyncrl.models.architectures import ModelSize, find_unsupported, is_tied
 from asyncrl.models.named_models import count_weights, tensor_shapes
+from asyncrl.planner.plan.checks import check_heads
 from asyncrl.planner.plan.footprint.sizes import count_expert_weights, count_held_weights
 from tests.rollout.engine.engine_parts import sent_tensors
-from tests.rollout.engine.families import CONFIGS, PLAIN, WIDTHS, Form
+from tests.rollout.engine.families import CONFIGS, GROUPED, PLAIN, WIDTHS, Form
 
 MIXTURES = [Form(family, is_tied=False, vocab_size=87) for family in ("qwen3_moe", "mixtral", "olmoe")]
 
@@ -45,6 +51,40 @@ def test_a_token_meets_some_of_the_experts_and_the_memory_holds_all(form: Form) 
     assert size.num_weights == matrices - experts + experts * 2 // size.experts.num
     assert count_held_weights(size) == matrices
     assert count_weights(table) == sum(tensor.numel() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("family", [*GROUPED, "qwen3_moe", "qwen3"])
+def test_the_operations_that_are_counted_are_those_that_the_library_does(family: str) -> None:
+    """Shared experts, a first dense layer, and latent attention too."""
+    model = Form(family, is_tied=False, vocab_size=87).build(seed=1)
+    model.set_attn_implementation("eager")
+    model.config._experts_implementation = "eager"
+    size, num_tokens = ModelSize.read(model.config.to_dict()), 40
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(torch.arange(num_tokens)[None])
+    angles = 2 * num_tokens * model.model.rotary_emb.inv_freq.numel()  # a product in some of them
+    assert counted.get_total_flops() - size.forward_flops(num_tokens, num_tokens**2) in (0, angles)
+
+
+@pytest.mark.parametrize("family", GROUPED)
+def test_the_memory_of_grouped_experts_is_that_of_all_tensors(family: str) -> None:
+    model = Form(family, is_tied=False, vocab_size=87).build(seed=1)
+    size, tensors = ModelSize.read(model.config.to_dict()), sent_tensors(model)
+    matrices = sum(tensor.numel() for tensor in tensors.values() if tensor.ndim == 2)
+    assert count_held_weights(size) == matrices - tensors["model.embed_tokens.weight"].numel()
+    each = 512 + 64 if size.latent else 2 * 1 * 32
+    assert size.num_cached == 2 * each
+
+
+@pytest.mark.parametrize(("rank", "num_problems"), [(512, 0), (32, 1)])
+def test_a_latent_without_a_kernel_on_a_cpu_is_refused(rank: int, num_problems: int, tmp_path: Path) -> None:
+    table = Form("deepseek_v3", is_tied=False, vocab_size=87).build(seed=1).config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(table | {"kv_lora_rank": rank}))
+    sections = {"model": {"path": str(tmp_path)}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}
+    found = list(check_heads(Config(**sections, rollout={"gpus": 0})))
+    assert len(found) == num_problems
+    assert all("for heads of 96 (kv_lora_rank + qk_rope_head_dim), only of 576;" in one for one in found)
+    assert not list(check_heads(Config(**sections, rollout={"gpus": 1})))
 
 
 def test_a_model_that_is_not_supported_is_told_nothing_of() -> None:

@@ -231,13 +231,16 @@ def check_heads(config: Config) -> Iterator[str]:
     """Say if the engine has no attention for the model's heads on the device that it is to run on."""
     size = read_size(config)
     for engine in map(engine_facts, config.by_engine):
-        known = engine.cpu_head_sizes
-        if size is None or config.rollout.gpus or not known or size.head_size in known:
+        if size is None or config.rollout.gpus or not engine.cpu_head_sizes:
             continue
+        latent = size.latent
+        known = (engine.cpu_latent_size,) if latent else engine.cpu_head_sizes
+        found = latent.rank + latent.rotary if latent else size.head_size
+        if found in known:
+            continue
+        told = f"{found} (kv_lora_rank + qk_rope_head_dim)" if latent else found
         sizes_known = ", ".join(map(str, known))
-        problem = (
-            f"{engine.title} on CPU has no attention for heads of {size.head_size}, only of {sizes_known}"
-        )
+        problem = f"{engine.title} on CPU has no attention for heads of {told}, only of {sizes_known}"
         yield f"model.path: {problem}; choose another model, or rollout.gpus: 1"
 
 

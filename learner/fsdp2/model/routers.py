@@ -154,6 +154,8 @@ class _Choice(TorchFunctionMode):
         if func not in (torch.topk, torch.Tensor.topk):
             return found
         self.num_rankings += 1
+        if found[1].shape != self._recorded.shape:
+            return found  # of groups; such a router is refused below
         chosen_NK = self._recorded.choose(found[1])
         return args[0].gather(-1, chosen_NK), chosen_NK
 

@@ -22,6 +22,9 @@ from learner.fsdp2.sharding import ShardedParameter
 class StoredWeights:
     """Stored tensors of the parameters of `wanted`, a part of `model`; its kept buffers are filled at once.
 
+    Attributes:
+        kept: Those buffers as they are stored, by their stored names: no loss trains them.
+
     Raises:
         ConfigError: The folder holds other tensors than the module has.
     """
@@ -32,6 +35,7 @@ class StoredWeights:
         buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
         self._tensors, self.stored_names = tensors, StoredNames.of(model.config)
         self._names: dict[torch.Tensor, str] = {}  # tied parameters come once
+        self.kept: dict[str, torch.Tensor] = {}
         for name, target in (*model.named_parameters(), *buffers.items()):
             if id(target) not in inside:
                 continue
@@ -43,6 +47,8 @@ class StoredWeights:
                 )
             if name in buffers:
                 target.copy_(stored)
+                parts = self.stored_names.split(name, stored.clone(), 0, tuple(stored.shape))
+                self.kept |= {part.name: part.values for part in parts}
             else:
                 self._names[target] = name
 

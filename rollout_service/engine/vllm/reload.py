@@ -20,13 +20,14 @@ from dataclasses import dataclass
 
 import torch
 from vllm.config import ModelConfig
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerTensorOnlineLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
 from asyncrl.core.errors import SyncError
@@ -79,6 +80,8 @@ def find_shared(model: HasModules) -> list[list[Holder]]:
     holders: defaultdict[int, list[Holder]] = defaultdict(list)
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
+            if name in SKIP_LOAD_TENSORS:
+                continue  # loaded where it lies, for all holders
             holders[id(parameter)].append(Holder(module, path, name))
     return [group for group in holders.values() if len(group) > 1]
 
@@ -137,17 +140,20 @@ def _drop_expert_kernels(model: HasModules) -> None:
 
 
 def _processes_itself(module: torch.nn.Module) -> bool:
-    # vLLM has attention process itself at the end of every reload.
-    return type(module) is not Attention and callable(getattr(module, "process_weights_after_loading", None))
+    # vLLM has attention process itself at the end of every reload. It cannot load what it packs for AMX.
+    is_packed = getattr(module, "is_amx_bmm_enabled", False)
+    is_known = type(module) in (Attention, MLAAttention) and not is_packed
+    return not is_known and callable(getattr(module, "process_weights_after_loading", None))
 
 
 def _find_overlaps(model: HasModules) -> Iterator[str]:
     """Yield pairs of tensors of two modules that have memory in common without being one parameter."""
     first: dict[int, tuple[str, torch.Tensor]] = {}
+    latent = {path for path, module in model.named_modules() if isinstance(module, MLAAttention)}
     parameters = model.named_parameters(remove_duplicate=False)
     for name, tensor in (*parameters, *model.named_buffers(remove_duplicate=False)):
-        if not tensor.numel():
-            continue  # packed: the module keeps an empty tensor
+        if not tensor.numel() or name.rpartition(".")[0] in latent:
+            continue  # packed: the module keeps an empty tensor; or a view of `kv_b_proj`, made at each load
         other_name, other = first.setdefault(tensor.untyped_storage().data_ptr(), (name, tensor))
         is_weight = isinstance(tensor, torch.nn.Parameter) or isinstance(other, torch.nn.Parameter)
         if other is not tensor and is_weight and name.rpartition(".")[0] != other_name.rpartition(".")[0]:

@@ -156,5 +156,6 @@ VARIANT = VllmVariant(
     merges_adapters=True,
     records_experts=True,
     cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+    cpu_latent_size=576,
 )
 """A test compares the head sizes with those that vLLM states."""

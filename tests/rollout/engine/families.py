@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -50,6 +53,28 @@ MIXTURES: dict[str, Callable[..., PreTrainedConfig]] = {
     "olmoe": partial(OlmoeConfig, num_experts=4, num_experts_per_tok=2),
 }
 """Families whose layers choose two of four experts for each token: an answer meets all of them."""
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 48}
+"""Sizes of latent attention: vLLM's kernel for decoding on a CPU knows 512 + 64 alone."""
+SHARED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+"""Layers whose router keeps to two of four groups, with shared experts beside; the first layer is dense."""
+GROUPED: dict[str, Callable[..., PreTrainedConfig]] = {
+    "glm4_moe": partial(Glm4MoeConfig, use_qk_norm=True, attention_bias=True, **SHARED),
+    "deepseek_v2": partial(
+        DeepseekV2Config, q_lora_rank=None, topk_method="group_limited_greedy", **SHARED, **LATENT
+    ),
+    "deepseek_v3": partial(
+        DeepseekV3Config, q_lora_rank=40, topk_method="noaux_tc", scoring_func="sigmoid", **SHARED, **LATENT
+    ),
+}
 OTHERS: dict[str, Callable[..., PreTrainedConfig]] = {
     "mistral": partial(MistralConfig, sliding_window=None),
     "phi3": Phi3Config,
@@ -60,7 +85,7 @@ OTHERS: dict[str, Callable[..., PreTrainedConfig]] = {
     "granite": partial(GraniteConfig, logits_scaling=2.0, embedding_multiplier=3.0),
 }
 """Further dense ones, for the table of families."""
-SHARE_HIDDEN = frozenset({"qwen2", "olmoe", "phi3", "olmo2", "granite"})
+SHARE_HIDDEN = frozenset({"qwen2", "olmoe", "phi3", "olmo2", "granite", "deepseek_v2", "deepseek_v3"})
 """Whose heads share out the hidden size."""
 CENTRED = "gemma"
 """Whose norms multiply by one more than their weight."""
@@ -102,13 +127,13 @@ class Form:
     def build(self, seed: int) -> PreTrainedModel:
         """Return the model of `seed`, in float32."""
         width = self.width
-        config = (CONFIGS | MIXTURES | OTHERS)[self.family](
+        config = (CONFIGS | MIXTURES | GROUPED | OTHERS)[self.family](
             vocab_size=self.vocab_size,
             hidden_size=width.hidden,
             intermediate_size=width.intermediate,
             num_hidden_layers=2,
             num_attention_heads=width.heads,
-            num_key_value_heads=width.key_value_heads,
+            num_key_value_heads=width.heads if self.family.startswith("deepseek") else width.key_value_heads,
             **({} if self.family in SHARE_HIDDEN else {"head_dim": width.head_size}),
             max_position_embeddings=1024,
             tie_word_embeddings=self.is_tied,
@@ -120,7 +145,9 @@ class Form:
         model = AutoModelForCausalLM.from_config(config).eval()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            saved = model.state_dict().keys()
+            buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+            for name, parameter in (*model.named_parameters(), *buffers):
                 middle = 1.0 if "norm" in name and not self.family.startswith(CENTRED) else 0.0
                 parameter.copy_(middle + SPREAD * torch.randn(parameter.shape, generator=generator))
         return model

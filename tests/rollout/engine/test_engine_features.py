@@ -82,8 +82,10 @@ def test_every_needed_feature_says_where_it_is():
 
 def test_the_head_sizes_that_plan_knows_are_those_of_vllms_attention_on_cpu():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
     assert list(VARIANT.cpu_head_sizes) == CPUAttentionBackend.get_supported_head_sizes()
+    assert [VARIANT.cpu_latent_size] == CPUMLABackend.get_supported_head_sizes()
 
 
 def test_the_arguments_that_are_not_free_are_arguments_of_vllm() -> None:

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from asyncrl.core.errors import EngineError
 from rollout_service.engine.protocol import Sampling
 from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from tests.different import assert_all_differ
-from tests.rollout.engine.engine_parts import LoopThread, logprobs_of, save_model
+from tests.rollout.engine.engine_parts import LoopThread, logprobs_of
 from tests.rollout.engine.families import Form, swap
 
 pytestmark = pytest.mark.long
@@ -39,32 +38,6 @@ def save_with_head(folder: Path, factor: float) -> Path:
     assert HEAD not in tensors
     save_file({**tensors, HEAD: tensors[EMBEDDING] * factor}, file, {"format": "pt"})
     return folder
-
-
-def test_latent_attention_is_refused_by_its_modules(loop: LoopThread, tmp_path: Path):
-    config = DeepseekV3Config(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_rope_head_dim=32,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        max_position_embeddings=256,
-        dtype="float32",
-    )
-    save_model(AutoModelForCausalLM.from_config(config), tmp_path)
-    said = refusal_of(tmp_path, loop)
-    assert "MLAAttention" in said and "processes its weights in a way of its own" in said
 
 
 def test_a_tied_model_whose_checkpoint_has_another_head_is_refused(loop: LoopThread, tmp_path: Path):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import Module, Parameter
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -202,6 +203,28 @@ def test_an_expert_that_got_nothing_is_found_beside_one_that_got_all():
     assert torch.equal(model.experts.packed["weight"], values(2))
 
 
+def test_a_tensor_that_vllm_loads_where_it_lies_has_no_copies_to_load():
+    shared = weight()
+    model = Model(
+        gate=Matrix(weight=weight(), e_score_correction_bias=shared),
+        experts=Matrix(weight=weight(), e_score_correction_bias=shared),
+    )
+    assert find_shared(model) == []
+    shared.weight_loader = lambda param, loaded: param.data.copy_(loaded)  # type: ignore[attr-defined]
+    for number in (1, 2):
+        load(model, [(f"{name}.weight", values(number)) for name in ("gate", "experts")])
+        load(
+            model,
+            [
+                ("gate.weight", values(number)),
+                ("gate.e_score_correction_bias", values(-number)),
+                ("experts.weight", values(number)),
+            ],
+        )
+        assert model.experts.e_score_correction_bias is model.gate.e_score_correction_bias is shared
+        assert torch.equal(shared, values(-number))
+
+
 # --- what is refused when an engine starts --------------------------------------------------------
 
 
@@ -229,6 +252,23 @@ def test_a_module_that_processes_its_own_weights_is_named():
     model = Module()
     model.attention = Absorbing()
     assert refusals(model) == ["'attention' (Absorbing) processes its weights in a way of its own"]
+
+
+def latent_attention(*, is_packed: bool) -> Module:
+    """Return vLLM's module without its parts, and what it has derived of the projection beside it."""
+    model, projection = Module(), unquantized(weight=weight())
+    attention = MLAAttention.__new__(MLAAttention)
+    Module.__init__(attention)
+    attention.is_amx_bmm_enabled = is_packed
+    attention.W_UV = Parameter(projection.weight.data[:2].T, requires_grad=False)
+    model.kv_b_proj, model.attention = projection, attention
+    return model
+
+
+def test_latent_attention_is_taken_but_where_its_weights_are_packed_for_amx():
+    assert refusals(latent_attention(is_packed=False)) == []
+    (refusal,) = refusals(latent_attention(is_packed=True))
+    assert refusal == "'attention' (MLAAttention) processes its weights in a way of its own"
 
 
 def test_a_tensor_that_lies_in_the_memory_of_another_module_s_weight_is_named():

@@ -55,8 +55,7 @@ def find_room(config: Config, parts: Sequence[Part], size: ModelSize, gpu_bytes:
     if config.rollout.gpus:
         limit = int(gpu_bytes * (find_utilization(config) or USABLE))
         taken = _sum(parts, ROLLOUT_GPU)
-        token_bytes = 2 * size.num_layers * size.num_key_value_heads * size.head_size
-        token_bytes *= ITEM_BYTES[config.model.dtype]
+        token_bytes = size.num_cached * ITEM_BYTES[config.model.dtype]
         left = max(0, limit - taken) * max(1, int(config.rollout.gpus))
         yield Room(ROLLOUT_GPU, taken, limit, left // token_bytes)
 

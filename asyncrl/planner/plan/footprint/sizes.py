@@ -130,8 +130,7 @@ def find_long_rows(config: Config, size: ModelSize, max_positions: int | None) -
             f"rollout.max_tokens: a row may have {sums} tokens, and the model knows {max_positions} "
             "positions (max_position_embeddings); lower one of them, or choose another model"
         )
-    token_bytes = 2 * size.num_layers * size.num_key_value_heads * size.head_size
-    token_bytes *= ITEM_BYTES[config.model.dtype]
+    token_bytes = size.num_cached * ITEM_BYTES[config.model.dtype]
     there = config.rollout.kv_cache_bytes
     if not config.rollout.gpus and longest * token_bytes > there:
         yield (
@@ -152,7 +151,8 @@ def estimate_activations(config: Config, size: ModelSize, ranks: int | None = No
     hidden, channels, experts = FROM_HIDDEN * size.hidden_size, size.intermediate_size, size.experts
     if experts is not None:  # a token is copied to each of its experts, and comes back from it
         hidden += 2 * experts.num_active * size.hidden_size
-        channels = max(experts.num_active * experts.size, 0 if all(experts.layers) else channels)
+        met = (experts.num_active + experts.num_shared) * experts.size
+        channels = max(met, 0 if all(experts.layers) else channels)
     layer = hidden + FROM_MLP * channels + FROM_HEADS * heads
     num_layers = -(-size.num_layers // learner.pp)
     is_whole = learner.recompute != "full"
