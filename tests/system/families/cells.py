@@ -66,5 +66,8 @@ ROWS: Mapping[str, Row] = {
         _row("qwen3_moe", {}, "q_proj", "v_proj", "o_proj"),
         _row("mixtral", {}, "q_proj", "v_proj", "o_proj"),
         _row("olmoe", {}, "q_proj", "v_proj", "o_proj"),
+        _row("glm4_moe", _other("it rotates a part of each head"), "q_proj", "v_proj", "o_proj"),
+        _row("deepseek_v2", _other("its attention is latent"), "q_proj", "kv_b_proj", "o_proj"),
+        _row("deepseek_v3", _other("its attention is latent"), "q_b_proj", "o_proj"),
     )
 }
