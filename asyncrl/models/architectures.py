@@ -147,8 +147,7 @@ class Latent:
 
     def count_weights(self, hidden: int, num_heads: int, head_size: int) -> int:
         """Return the weights of a layer's projections."""
-        made = head_size - self.rotary + self.value_size
-        queries = num_heads * head_size
+        queries, made = num_heads * head_size, head_size - self.rotary + self.value_size
         asked = self.query_rank * (hidden + queries) if self.query_rank else hidden * queries
         kept = hidden * (self.rank + self.rotary) + self.rank * num_heads * made
         return asked + kept + num_heads * self.value_size * hidden
@@ -193,9 +192,8 @@ class ModelSize:
     @property
     def num_cached(self) -> int:
         """Numbers that an engine keeps of each token."""
-        latent = self.latent
-        each = latent.rank + latent.rotary if latent else 2 * self.num_key_value_heads * self.head_size
-        return self.num_layers * each
+        latent, plain = self.latent, 2 * self.num_key_value_heads * self.head_size
+        return self.num_layers * (latent.rank + latent.rotary if latent else plain)
 
     @property
     def num_weights(self) -> int:

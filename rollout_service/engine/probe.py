@@ -137,9 +137,8 @@ def _attend_latent(
     """Stand in for latent attention, with the matrices that decoding uses, which are derived of weights."""
     plain_THD, turned_THE = query_THD.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], -1)
     query = torch.cat([torch.einsum("thd,hdc->thc", plain_THD, layer.W_UK_T), turned_THE], -1)
-    latent_T1C = latent_TC[:, None]
-    key = torch.cat([latent_T1C, rotary_T1E], -1)
-    attended_THC = _attend_rows(row_tokens, query, key, latent_T1C, layer.impl.scale)
+    key = torch.cat([latent_TC[:, None], rotary_T1E], -1)
+    attended_THC = _attend_rows(row_tokens, query, key, latent_TC[:, None], layer.impl.scale)
     return torch.einsum("thc,hcd->thd", attended_THC, layer.W_UV).flatten(1)
 
 
