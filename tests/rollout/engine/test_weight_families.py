@@ -31,11 +31,11 @@ FORMS = (
     Form("qwen3_moe", is_tied=True, vocab_size=96),
     Form("mixtral", is_tied=False, vocab_size=87),
     Form("olmoe", is_tied=False, vocab_size=96, width=WIDTHS[0]),
-    *(Form(family, is_tied=False, vocab_size=96) for family in GROUPED),
+    *(Form(family, is_tied=False, vocab_size=96) for family in GROUPED if family.startswith("deepseek")),
 )
 OTHERS = [pytest.param(form, marks=pytest.mark.long) for form in FORMS[1:]]
 NUM_SWAPS = 20
-NUM_TOKENS = 72
+NUM_TOKENS = 24
 SEEN = 100 * TOLERANCE
 CORRECTION = "mlp.gate.e_score_correction_bias"
 """Of a router; no loss trains it."""
