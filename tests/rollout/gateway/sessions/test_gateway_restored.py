@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from asyncrl.core.experience import Group, Trajectory
 from asyncrl.core.staleness import Span
 from rollout_service.data.prompts import Prompt, PromptSet, TokenizedPrompt
+from rollout_service.gateway.app import _kept
 from rollout_service.gateway.conversation.history import Step
 from rollout_service.gateway.conversation.session import Session
 from rollout_service.gateway.conversation.session_records import SessionJournal
@@ -222,6 +223,27 @@ def test_an_answer_that_another_one_has_replaced_is_not_recorded_late():
     asyncio.run(run())
 
 
+def test_a_stream_s_answer_is_recorded_as_its_parser_reads_it_at_the_end():
+    async def run() -> None:
+        replicas, model = Replicas(), Model()
+        _, running, (one, _) = await open_both(replicas)
+        call = model.ask(one, HELLO)
+
+        async def chunks() -> AsyncIterator[str]:
+            model.finish(call)
+            yield "a thought"
+            assert not replicas.records
+            call.answered([answer("the rest")])
+            yield "the rest"
+
+        assert [chunk async for chunk in _kept(chunks(), call)] == ["a thought", "the rest"]
+        manager, _ = await replicas.restart(running)
+        again = model.ask(manager.find(one.key), HELLO, answer("the rest"), MORE)
+        assert again.step is Step.NEXT
+
+    asyncio.run(run())
+
+
 def test_a_sample_that_was_taken_back_is_the_session_of_its_new_key():
     async def run() -> None:
         replicas, model = Replicas(), Model()
@@ -306,8 +328,10 @@ def test_a_key_that_nobody_knows_is_refused_once_no_session_can_come_back(
     monkeypatch.setattr("rollout_service.gateway.sessions.RETURN_WAIT_S", 0.1)
 
     async def run() -> None:
-        manager = Replicas(return_s).start()
+        manager, asked = Replicas(return_s).start(), []
+        manager.on_demand = lambda: asked.append(True)
         await manager.await_return("unknown")
+        assert bool(asked) is (return_s > 0), "a lease is asked for while somebody may come back"
         with pytest.raises(Refusal) as refused:
             manager.find("unknown")
         assert refused.value.status == status
