@@ -358,6 +358,10 @@ class SessionManager:
         """Tell whether a group that `run` returned is whole: it always is."""
         return True
 
+    def fits(self, grant: LeaseGrant, partial: Group) -> bool:
+        """Tell whether agents could go on from a group's tokens: their sessions are not among them."""
+        return False
+
     def refuse_sessions(self, why: str = DRAINING) -> None:
         """Give no more sessions out. Groups with all their siblings go on; the others are handed back."""
         self._closed_for = why

@@ -26,7 +26,6 @@ from rollout_service.replica.lifecycle import Lifecycle
 from rollout_service.replica.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica.states import State
 from rollout_service.rewards.score import RewardError, RewardsFailed
-from rollout_service.sampling.groups import GroupRunner
 from rollout_service.sampling.turn_journal import Journal, LeaseLost
 
 log = logging.getLogger(__name__)
@@ -137,9 +136,7 @@ class GroupTasks:
         except AsyncrlError as error:
             await self._lifecycle.note("partials_unread", error)
             return None
-        runner = self._parts.runner
-        assert isinstance(runner, GroupRunner), "agents' sessions are recorded, or begin anew"
-        if not isinstance(partial, Group) or not runner.fits(grant, partial):
+        if not isinstance(partial, Group) or not self._parts.runner.fits(grant, partial):
             self._lifecycle.counters["partials_unfit"] += 1
             return None
         self._lifecycle.counters["groups_resumed"] += 1

@@ -100,7 +100,7 @@ def test_connections_have_keys_by_themselves_where_others_could_reach_them(
     ("launcher", "line", "text"),
     [
         (f"{{host: {OTHER_HOST}, curve: off}}", 4, "launcher.curve: off with launcher.host: 203.0.113.77"),
-        ("{host: 0.0.0.0}", 4, "the address of one interface"),
+        ("{host: 0.0.0.0}", 4, "the IPv4 address of one interface"),
         ("{host: my-host}", 4, "launcher.host"),
         ("{curve: yes}", 4, "launcher.curve"),
     ],

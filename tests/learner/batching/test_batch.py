@@ -37,7 +37,7 @@ def test_what_belongs_to_a_token_sits_where_it_is_predicted():
     assert batch.lag_N.tolist() == [0, 2, 2, 1, 0] * 2
     assert batch.cu_seqlens == (0, 5, 10)
     assert batch.row_N.tolist() == [0] * 5 + [1] * 5
-    assert dataclasses.astuple(batch.totals) == (4.0, 2.0, 4.0)
+    assert dataclasses.astuple(batch.totals) == (4.0, 2.0, 4.0, 10.0, 2.0)
 
 
 def test_over_age_tokens_lose_their_mask_and_keep_their_place_in_the_denominator():
@@ -92,7 +92,7 @@ def test_an_empty_answer_is_a_row_without_a_trained_token():
     group = dataclasses.replace(make_small_group(), trajectories=(make_small_group().trajectories[0], empty))
     batch = build_batch([group], 5, {1: 5, 2: 5})
     assert batch.num_rows == 2
-    assert dataclasses.astuple(batch.totals) == (2.0, 1.0, 2.0)
+    assert dataclasses.astuple(batch.totals) == (2.0, 1.0, 2.0, 7.0, 2.0)
 
 
 def test_the_order_of_arrival_does_not_matter():

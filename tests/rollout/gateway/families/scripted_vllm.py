@@ -101,6 +101,9 @@ class ScriptedVllm:
     def cache_salt(self) -> str | None:
         return None
 
+    def experts_of(self, _completion: object) -> None:
+        pass
+
     def death(self) -> EngineDied:
         raise AssertionError("a script does not die")
 
