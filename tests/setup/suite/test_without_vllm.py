@@ -61,8 +61,7 @@ def call(python: Path, folder: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("command", ["plan", "up"])
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(("command", "engine"), [("plan", "sglang"), ("up", "vllm")])
 def test_a_gateway_without_vllm_is_refused_with_what_to_do(
     python: Path, tmp_path: Path, command: str, engine: str
 ) -> None:
