@@ -116,12 +116,12 @@ class OpenGroup:
         self.check_complete()
 
     async def keep(self, entry: Entry) -> None:
-        """Return once `entry` is recorded; its client may hang up meanwhile.
+        """Return once `entry` is recorded, or its whole group pushed; its client may hang up meanwhile.
 
         Raises:
             Refusal: It cannot be; the group has ended.
         """
-        if self._journal is None or self.outcome.done():
+        if self._journal is None or self.has_failed:
             return
         self._journal.note(entry)
         try:
@@ -287,9 +287,11 @@ class SessionManager:
             return
         back = self._returning.setdefault(lookup, asyncio.get_running_loop().create_future())
         self.on_demand()
-        await asyncio.wait([back], timeout=min(RETURN_WAIT_S, self._return_s))
-        if not back.done() and self._returning.get(lookup) is back:
-            del self._returning[lookup]
+        try:
+            await asyncio.wait([back], timeout=min(RETURN_WAIT_S, self._return_s))
+        finally:
+            if self._returning.get(lookup) is back:
+                del self._returning[lookup]
 
     def why_ended(self, session: Session) -> str:
         """Return the reason that the key of an ended session answers with."""

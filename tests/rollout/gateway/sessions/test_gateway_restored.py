@@ -144,7 +144,6 @@ def test_a_group_whose_rewards_were_all_given_is_whole_at_once():
             await say(model, session, HELLO)
         for session in sessions:
             session.close(1.0, {})
-            session.group.outcome = asyncio.get_running_loop().create_future()  # type: ignore[attr-defined]
             await session.keep_reward()
         _, running = await replicas.restart(running)
         return await running
@@ -317,6 +316,19 @@ def test_an_unknown_key_waits_for_its_session_and_asks_for_its_group():
         await asyncio.wait_for(waiting, 5.0)
         assert manager.find(one.key) and manager.num_groups_wanted == 0
         assert manager.counters["sessions_restored"] == 1
+
+    asyncio.run(run())
+
+
+def test_a_call_that_is_given_up_while_it_waits_asks_for_no_group_any_more():
+    async def run() -> None:
+        manager = Replicas().start()
+        waiting = asyncio.create_task(manager.await_return("unknown"))
+        await asyncio.sleep(0)
+        assert manager.num_groups_wanted == 1
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert manager.num_groups_wanted == 0
 
     asyncio.run(run())
 
